@@ -1,101 +1,60 @@
 """Expert parallelism: tokens are dispatched to the ranks that have their experts, and the results are combined (all-to-all).
 
-No token is dropped, and memory is bounded under any routing. A rank receives at most `capacity` rows at a time; what exceeds
-that follows in additional chunks, of which all ranks compute the same number from the same counts. The backward pass finds what
-it needs of the first chunk; additional chunks are dispatched and recomputed, so what is kept has one size. Everything is
-one operation of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph, and never
-again. The host waits for the device once a layer and forward pass, for the counts: the sizes of messages must be numbers.
+No token is dropped, and memory is bounded under any routing (all_to_all.py). The backward pass finds what it needs of the first
+two chunks; others, which only uneven routing makes, are dispatched and computed again, so that what is kept has one size.
+
+Everything is in operations of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph,
+and never again. The weights of experts multiply their hidden values, before the last matmul, which is linear. So no gradient
+needs the results, one sum returns for each rank that has experts of a token, and a recomputation can stop before combining.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from models.grouped import ACTIVATIONS, grouped_outer, grouped_product, grouped_sum
-from models.torch_private import resolve_process_group
+from models.all_to_all import (
+    KEPT,
+    Arriving,
+    Chunk,
+    Layout,
+    Pairs,
+    begin,
+    chunks,
+    exchange_counts,
+    group_of,
+    pack,
+    receivers_of,
+    unpack,
+)
+from models.grouped import ACTIVATIONS, Activation, grouped_outer, grouped_product, grouped_sum
 
 
-class Counts(NamedTuple):
-    """How many rows go from each rank to each expert: (senders, receivers, experts of a receiver) int64, on device and host."""
+class Rows(NamedTuple):
+    """What this rank has received of a chunk."""
 
-    on_device: Tensor
-    on_host: Tensor
+    x: Tensor  # (tokens, dim)
+    mix: Tensor  # (rows + 1,) float32: the weight of each row; the last is unwritten
+    pairs: Pairs  # of the received tokens and this rank's experts
 
+    def spread(self, x: Tensor, size: int) -> Tensor:
+        """x of each row's token, (size, ...), the end unwritten. An operation's shapes must not depend on the routing."""
+        result = x.new_empty(size, x.shape[1])
+        torch.index_select(x, 0, self.pairs.tokens, out=result[: len(self.pairs.tokens)])
+        return result
 
-class Chunk(NamedTuple):
-    """What this rank sends and receives at a time."""
+    def experts(self) -> Tensor:
+        """The expert of each row, (rows,) int64."""
+        counts = self.pairs.ends.diff(prepend=self.pairs.ends.new_zeros(1))
+        numbers = torch.arange(len(counts), device=counts.device)
+        return numbers.repeat_interleave(counts, output_size=len(self.pairs.tokens))
 
-    segments: list[tuple[int, int]]  # for each receiver (first, last) of this rank's rows
-    gives: list[int]  # rows to each rank
-    takes: list[int]  # rows from each rank
-    by_expert: Tensor  # (rows,) int64: indices of the received rows, sorted by expert and then by sender
-    ends: Tensor  # (experts,) int32: where each expert's received rows end
-
-
-def taken(counts: Tensor, first: int, last: int) -> Tensor:
-    """The part of the counts that is in a chunk, which is rows `first` to `last` of what each receiver receives in all.
-
-    That is ordered by expert and then by sender, so that most experts are in one chunk, and what a rank sends to another in
-    one chunk is a run of its rows.
-    """
-    of_receiver = counts.permute(1, 2, 0)  # (receivers, experts, senders)
-    ends = of_receiver.flatten(1).cumsum(1).view_as(of_receiver)
-    return (ends.clamp(first, last) - (ends - of_receiver).clamp(first, last)).permute(2, 0, 1)
-
-
-def chunks(counts: Counts, rank: int, capacity: int) -> Iterator[Chunk]:
-    """At least one chunk; as many for all ranks, since they take part in each other's."""
-    senders, _, experts = counts.on_host.shape
-    own = counts.on_host[rank].sum(1).cumsum(0).tolist()
-    nexts = [0, *own[:-1]]  # of this rank's rows for each receiver, the first that has not been sent
-    most = int(counts.on_host.sum((0, 2)).max())
-    for first in range(0, max(1, most), capacity):
-        host, device = (taken(each, first, first + capacity) for each in (counts.on_host, counts.on_device))
-        gives: list[int] = host[rank].sum(1).tolist()
-        takes: list[int] = host[:, rank].sum(1).tolist()
-        segments = [(start, start + size) for start, size in zip(nexts, gives, strict=True)]
-        nexts = [last for _, last in segments]
-        received = device[:, rank]  # (senders, experts): the rows arrive in this order
-        expert = torch.arange(experts, device=received.device).repeat(senders)
-        experts_of_rows = expert.repeat_interleave(received.flatten(), output_size=sum(takes))
-        by_expert = experts_of_rows.argsort(stable=True)
-        yield Chunk(segments, gives, takes, by_expert, received.sum(0).cumsum(0).int())
-
-
-def _send(rows: Tensor, this: Chunk, group: Any, room: int) -> Tensor:
-    """Rows of this rank, one run for each receiver -> those that it receives, sorted by expert; (room, ...), the end unwritten.
-
-    An operation's shapes must not depend on the routing, and what the first chunk keeps is a result of one.
-    """
-    arrived = rows.new_empty(sum(this.takes), rows.shape[1])
-    dist.all_to_all_single(arrived, rows, this.takes, this.gives, group=group)
-    received = rows.new_empty(room, rows.shape[1])
-    torch.index_select(arrived, 0, this.by_expert, out=received[: len(arrived)])
-    return received
-
-
-def _return(rows: Tensor, this: Chunk, group: Any) -> Tensor:
-    """The way back of `_send`, to the order in which this rank sent."""
-    arrived = torch.empty_like(rows)
-    arrived[this.by_expert] = rows
-    returned = rows.new_empty(sum(this.gives), rows.shape[1])
-    dist.all_to_all_single(returned, arrived, this.gives, this.takes, group=group)
-    return returned
-
-
-def _pick(x: Tensor, this: Chunk) -> Tensor:
-    """What of x, with a row for each of this rank's rows, is sent in a chunk."""
-    return torch.cat([x[first:last] for first, last in this.segments])
-
-
-def _put(result: Tensor, rows: Tensor, this: Chunk) -> None:
-    """The inverse of `_pick`, in place."""
-    for (first, last), part in zip(this.segments, rows.split(this.gives), strict=True):
-        result[first:last] = part
+    def by_expert(self) -> Tensor:
+        """The weights of experts, (tokens, experts), 0 for those that a token has not chosen."""
+        result = self.x.new_zeros(len(self.x), len(self.pairs.ends))
+        return result.index_put_((self.pairs.tokens, self.experts()), self.mix[:-1].type_as(result))
 
 
 class Weights(NamedTuple):
@@ -112,272 +71,347 @@ class Weights(NamedTuple):
         """The results of the two matmuls that the activation takes."""
         return grouped_product(rows, self.w1, ends, True, self.b1), grouped_product(rows, self.w3, ends, True, self.b3)
 
-    def results(self, hidden: Tensor, ends: Tensor) -> Tensor:
-        return grouped_product(hidden, self.w2, ends, True, self.b2)
+
+class Layer(NamedTuple):
+    """The arguments of the operations, and what follows from them."""
+
+    tokens: Tensor  # (tokens, dim)
+    chosen: Tensor  # (tokens, copies) int64
+    mix: Tensor  # (tokens, copies) float32
+    weights: Weights
+    layout: Layout
+    chunks: list[Chunk]
+    group: Any
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tensor,
+        chosen: Tensor,
+        mix: Tensor,
+        counts: Tensor,
+        weights: list[Tensor],
+        capacity: int,
+        group_name: str,
+    ) -> "Layer":
+        group, layout = group_of(group_name), layout_of(chosen, counts, weights, capacity)
+        return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, group.rank()), group)
+
+    def sent(self, this: Chunk) -> Pairs:
+        """A chunk's tokens and the ranks to which they go."""
+        receivers = receivers_of(self.chosen[this.first : this.last], self.layout)
+        return Pairs.of(receivers, self.layout.ranks, sum(this.gives))
+
+    def dispatch(self, x: Tensor, this: Chunk, into: Tensor | None = None) -> Arriving:
+        """Sends x of a chunk's tokens, (tokens, ...), to the ranks that have their experts, to each one once."""
+        return begin(x.index_select(0, self.sent(this).tokens), this.gives, this.takes, self.group, into)
+
+    def dispatch_tokens(self, this: Chunk, into: Tensor | None = None) -> Arriving:
+        """Sends a chunk's tokens, with the numbers and weights of their experts."""
+        part = slice(this.first, this.last)
+        return self.dispatch(pack(self.tokens[part], self.chosen[part].int(), self.mix[part]), this, into)
+
+    def received(self, arrived: Tensor, this: Chunk) -> Rows:
+        """What `dispatch_tokens` of all ranks has brought here."""
+        tokens, experts = self.tokens, self.layout.experts
+        packed = arrived[: sum(this.takes)]
+        x, numbers, mix = unpack(packed, tokens.shape[1], tokens.dtype, torch.int32, torch.float32)
+        own = numbers - self.group.rank() * experts
+        pairs = Pairs.of(own.masked_fill((own < 0) | (own >= experts), experts), experts, this.rows)
+        of_rows = mix.new_empty(this.rows + 1)
+        torch.index_select(mix.flatten(), 0, pairs.chosen, out=of_rows[: this.rows])
+        return Rows(x, of_rows, pairs)
+
+    def computed(self, kept: list[Tensor]) -> Iterator[tuple[Chunk, Rows, Tensor, Tensor]]:
+        """Each chunk, what has arrived, and the first two matmuls. kept: of `dispatch_experts`."""
+        arrived, *matmuls = kept
+        for number, this in enumerate(self.chunks):
+            if number < self.layout.kept_chunks:
+                rows = self.received(arrived, this)
+                arrived = arrived[sum(this.takes) :]
+                gate, up = (each[: this.rows + 1] for each in matmuls[2 * number :][:2])
+                yield this, rows, gate, up
+            else:
+                rows = self.received(self.dispatch_tokens(this).wait(), this)
+                yield this, rows, *self.weights.gate_up(rows.spread(rows.x, this.rows + 1), rows.pairs.ends)
 
 
-@torch.library.custom_op("titanlite::exchanged_experts", mutates_args=())
-def exchanged_experts(
+def layout_of(chosen: Tensor, counts: Tensor, weights: list[Tensor], capacity: int) -> Layout:
+    return Layout(counts.shape[1], len(weights[0]), chosen.shape[0], chosen.shape[1], capacity)
+
+
+def _arrived(tokens: Tensor, chosen: Tensor, layout: Layout) -> Tensor:
+    """Unwritten: for what arrives in the first two chunks, packed."""
+    width = pack(tokens[:0], chosen[:0].int(), chosen[:0].int()).shape[1]
+    return tokens.new_empty(layout.kept_tokens, width, dtype=torch.int32)
+
+
+# --------------------------------------------------------------------------------------------------------------- operations
+
+
+@torch.library.custom_op("titanlite::dispatch_experts", mutates_args=())
+def dispatch_experts(
     tokens: Tensor,
-    order: Tensor,
+    chosen: Tensor,
+    mix: Tensor,
     counts: Tensor,
     weights: list[Tensor],
-    copies: int,
     capacity: int,
     activation: str,
     group_name: str,
 ) -> list[Tensor]:
-    """The result of each row's expert, which may be on another rank.
+    """Dispatches the tokens of the first two chunks, and computes the first two matmuls of their experts.
 
-    tokens: (tokens, dim), of which row i is `order[i] // copies`; order: (n,) int64, sorted by expert. counts: (all experts,)
-    int64, of this rank's rows. weights: `Weights` of this rank's experts. capacity: the rows that a rank receives at a time.
-    activation: of ACTIVATIONS.
+    tokens: (tokens, dim); chosen: (tokens, copies) int64; mix: the same shape, float32, the weights of the experts' results.
+    counts: of `exchange_counts`. weights: `Weights` of this rank's experts. activation: of ACTIVATIONS.
 
-    -> the results, (n, dim). For the backward pass: the first chunk's rows and both matmuls with them, (capacity, ...), of
-    which the end may be unwritten; the `Counts`.
+    -> what `combine_experts` takes as `through`, (tokens, dim), without values. For the backward pass: what has arrived,
+    packed, and both matmuls of each chunk, (room + 1, hidden). The ends of all are unwritten.
     """
-    group = _group(group_name)
-    every = _counts_of_all(counts, group)
-    results = tokens.new_empty(len(order), tokens.shape[1])
-    kept: list[Tensor] = []
-    for this in chunks(every, group.rank(), capacity):
-        computed = _forward_round(this, group, results, tokens, order, Weights(*weights), copies, capacity, activation)
-        kept = kept or computed
-        del computed  # before the next chunk has as much
-    return [results, *kept, *every]
+    layer = Layer.of(tokens, chosen, mix, counts, weights, capacity, group_name)
+    first, arrived = layer.chunks[: layer.layout.kept_chunks], _arrived(tokens, chosen, layer.layout)
+    arriving, matmuls, begun = list[Arriving](), list[Tensor](), 0
+    for this in first:
+        arriving.append(layer.dispatch_tokens(this, arrived[begun:]))
+        begun += sum(this.takes)
+    for this in first:
+        rows = layer.received(arriving.pop(0).wait(), this)
+        matmuls += layer.weights.gate_up(rows.spread(rows.x, layer.layout.room + 1), rows.pairs.ends)
+    while len(matmuls) < 2 * layer.layout.kept_chunks:  # there is less to do than was allowed for
+        matmuls.append(torch.empty_like(matmuls[0]))
+    return [tokens.new_empty(1, 1).expand(tokens.shape), arrived, *matmuls]
 
 
-def _forward_round(
-    this: Chunk,
-    group: Any,
-    results: Tensor,
+@torch.library.custom_op("titanlite::combine_experts", mutates_args=())
+def combine_experts(
+    through: Tensor,
     tokens: Tensor,
-    order: Tensor,
-    weights: Weights,
-    copies: int,
-    capacity: int,
-    activation: str,
-) -> list[Tensor]:
-    """Writes a chunk's part of the results -> what the backward pass needs of it."""
-    act = ACTIVATIONS[activation]
-    rows = _send(tokens[_pick(order, this) // copies], this, group, capacity)
-    gate, up = weights.gate_up(rows, this.ends)
-    received = sum(this.takes)
-    hidden = act.hidden(gate[:received], up[:received])
-    _put(results, _return(weights.results(hidden, this.ends), this, group), this)
-    return [rows, gate, up]
-
-
-@torch.library.custom_op("titanlite::exchanged_experts_backward", mutates_args=())
-def exchanged_experts_backward(
-    gradients: Tensor,
-    tokens: Tensor,
-    order: Tensor,
+    chosen: Tensor,
+    mix: Tensor,
+    counts: Tensor,
     weights: list[Tensor],
     kept: list[Tensor],
-    counts: list[Tensor],
-    copies: int,
+    capacity: int,
+    activation: str,
+    group_name: str,
+) -> Tensor:
+    """The weighted sum of the results of each token's experts, (tokens, dim).
+
+    through, kept: of `dispatch_experts`. The other arguments are as there. The gradients of the sums are passed on to it as
+    those of `through`: its backward pass is that of both, so this operation keeps nothing.
+    """
+    layer, act = Layer.of(tokens, chosen, mix, counts, weights, capacity, group_name), ACTIVATIONS[activation]
+    result = torch.empty_like(tokens)
+    returning: list[tuple[Chunk, Arriving]] = []
+
+    def finish() -> None:
+        this, sums = returning.pop(0)
+        result[this.first : this.last] = layer.sent(this).sums(sums.wait())
+
+    for this, rows, gate, up in layer.computed(kept):
+        hidden = act.hidden(gate, up).mul_(rows.mix[:, None])
+        results = grouped_product(hidden, layer.weights.w2, rows.pairs.ends, True, None)
+        del hidden
+        sums = rows.pairs.sums(results)
+        if layer.weights.b2 is not None:
+            sums.addmm_(rows.by_expert(), layer.weights.b2)
+        returning.append((this, begin(sums, this.takes, this.gives, layer.group)))
+        del results, sums, rows, gate, up  # before the next chunk has as much
+        if len(returning) == KEPT:
+            finish()
+    while returning:
+        finish()
+    return result
+
+
+@torch.library.custom_op("titanlite::experts_backward", mutates_args=())
+def experts_backward(
+    gradients: Tensor,
+    tokens: Tensor,
+    chosen: Tensor,
+    mix: Tensor,
+    counts: Tensor,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    capacity: int,
     trained: bool,
     activation: str,
     group_name: str,
 ) -> list[Tensor]:
-    """The gradients of tokens and, if they are trained, of the weights.
+    """The gradients of tokens, of `mix`, and, if they are trained, of the weights.
 
-    gradients: of the results, (n, dim). weights: `Weights`. kept, counts: as returned by `exchanged_experts`.
+    gradients: of the sums that `combine_experts` returns, whose arguments the others are.
     """
-    group = _group(group_name)
-    to_rows = gradients.new_empty(gradients.shape)
+    layer = Layer.of(tokens, chosen, mix, counts, weights, capacity, group_name)
+    to_tokens, to_mix = torch.empty_like(tokens), torch.empty_like(mix)
     to_weights = [torch.zeros_like(weight) for weight in weights] if trained else []
-    for number, this in enumerate(chunks(Counts(*counts), group.rank(), len(kept[0]))):
-        of_first = [] if number else kept
-        _backward_round(
-            this, group, to_rows, to_weights, gradients, tokens, order, Weights(*weights), of_first, copies, activation
-        )
-    inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-    return [to_rows[inverse].unflatten(0, (-1, copies)).sum(dim=1), *to_weights]
+    arriving = [layer.dispatch(gradients[this.first : this.last], this) for this in layer.chunks[:KEPT]]
+    returning: list[tuple[Chunk, Arriving]] = []
+
+    def finish() -> None:
+        this, back = returning.pop(0)
+        of_tokens, of_mix = unpack(back.wait(), tokens.shape[1], tokens.dtype, torch.float32)
+        pairs, part = layer.sent(this), slice(this.first, this.last)
+        to_tokens[part] = pairs.sums(of_tokens)
+        to_mix[part] = pairs.sums(of_mix)  # a rank returns zeros beside those of its own experts
+
+    for this, rows, gate, up in layer.computed(kept):
+        gradient = (arriving.pop(0) if arriving else layer.dispatch(gradients[this.first : this.last], this)).wait()[:-1]
+        back = _backward_of_chunk(gradient, rows, gate, up, layer.weights, to_weights, ACTIVATIONS[activation])
+        returning.append((this, begin(back, this.takes, this.gives, layer.group)))
+        del gradient, rows, gate, up, back
+        if len(returning) == KEPT:
+            finish()
+    while returning:
+        finish()
+    return [to_tokens, to_mix, *to_weights]
 
 
-def _backward_round(
-    this: Chunk,
-    group: Any,
-    to_rows: Tensor,
-    to_weights: list[Tensor],
-    gradients: Tensor,
-    tokens: Tensor,
-    order: Tensor,
-    weights: Weights,
-    kept: list[Tensor],
-    copies: int,
-    activation: str,
-) -> None:
-    """Writes a chunk's part of the gradients of rows, and adds to those of weights, if any. kept: of the first chunk."""
-    act = ACTIVATIONS[activation]
-    received = sum(this.takes)
-    if kept:
-        rows, gate, up = (each[:received] for each in kept)
-    else:
-        rows = _send(tokens[_pick(order, this) // copies], this, group, received)
-        gate, up = weights.gate_up(rows, this.ends)
-    gradient = _send(_pick(gradients, this), this, group, received)
+def _backward_of_chunk(
+    gradient: Tensor, rows: Rows, gate: Tensor, up: Tensor, weights: Weights, to_weights: list[Tensor], act: Activation
+) -> Tensor:
+    """The gradients of received tokens and of their mix, packed; adds to those of weights, if there are any.
+
+    gradient: of each received token's sum, (tokens, dim).
+    """
+    pairs, size, mix = rows.pairs, len(rows.mix), rows.mix[:, None]
+    of_rows, hidden = rows.spread(gradient, size), act.hidden(gate, up)
+    to_hidden = grouped_product(of_rows, weights.w2, pairs.ends, False, None)
+    to_gate, to_up, of_mix = act.backward(to_hidden, hidden, gate, up, mix)
+    del to_hidden
     if to_weights:
-        to_weights[1] += grouped_outer(gradient, act.hidden(gate, up), this.ends)
-    to_hidden = grouped_product(gradient, weights.w2, this.ends, False, None)
-    to_gate, to_up = act.backward(to_hidden, gate, up)
-    if to_weights and weights.b1 is not None:
-        for to_bias, gradients_of in zip(to_weights[3:], (to_gate, gradient, to_up), strict=True):
-            to_bias += grouped_sum(gradients_of, this.ends)
-    del gradient, to_hidden  # the way back needs as much
+        to_weights[1] += grouped_outer(of_rows, hidden.mul_(mix), pairs.ends)
+    del of_rows, hidden  # what follows needs as much
     if to_weights:
-        to_weights[0] += grouped_outer(to_gate, rows, this.ends)
-        to_weights[2] += grouped_outer(to_up, rows, this.ends)
-    to_received = grouped_product(to_gate, weights.w1, this.ends, False, None)
-    to_received += grouped_product(to_up, weights.w3, this.ends, False, None)
-    _put(to_rows, _return(to_received, this, group), this)
+        x = rows.spread(rows.x, size)
+        to_weights[0] += grouped_outer(to_gate, x, pairs.ends)
+        to_weights[2] += grouped_outer(to_up, x, pairs.ends)
+        del x
+    if to_weights and weights.b2 is not None:
+        to_biases = grouped_sum(to_gate, pairs.ends), rows.by_expert().t() @ gradient, grouped_sum(to_up, pairs.ends)
+        for to_bias, more in zip(to_weights[3:], to_biases, strict=True):
+            to_bias += more
+    if weights.b2 is not None:
+        of_mix[:-1] += (gradient @ weights.b2.t())[pairs.tokens, rows.experts()]
+    to_mix = of_mix.new_zeros(pairs.positions.numel()).index_put_((pairs.chosen,), of_mix[:-1])
+    to_rows = grouped_product(to_gate, weights.w1, pairs.ends, False, None)
+    to_rows += grouped_product(to_up, weights.w3, pairs.ends, False, None)
+    del to_gate, to_up
+    return pack(pairs.sums(to_rows), to_mix.view_as(pairs.positions))
 
 
-@exchanged_experts.register_fake
+@dispatch_experts.register_fake
 def _(
     tokens: Tensor,
-    order: Tensor,
+    chosen: Tensor,
+    mix: Tensor,
     counts: Tensor,
     weights: list[Tensor],
-    copies: int,
     capacity: int,
     activation: str,
     group_name: str,
 ) -> list[Tensor]:
-    experts, hidden, dim = weights[0].shape
-    ranks = len(counts) // experts
-    every = counts.new_empty(ranks, ranks, experts)
-    rows = [tokens.new_empty(capacity, size) for size in (dim, hidden, hidden)]
-    return [tokens.new_empty(len(order), dim), *rows, every, torch.empty_like(every, device="cpu")]
+    layout, hidden = layout_of(chosen, counts, weights, capacity), weights[0].shape[1]
+    matmuls = [tokens.new_empty(layout.room + 1, hidden) for _ in range(2 * layout.kept_chunks)]
+    return [tokens.new_empty(1, 1).expand(tokens.shape), _arrived(tokens, chosen, layout), *matmuls]
 
 
-@exchanged_experts_backward.register_fake
+@combine_experts.register_fake
+def _(through: Tensor, tokens: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(tokens)
+
+
+@experts_backward.register_fake
 def _(
     gradients: Tensor,
     tokens: Tensor,
-    order: Tensor,
+    chosen: Tensor,
+    mix: Tensor,
+    counts: Tensor,
     weights: list[Tensor],
     kept: list[Tensor],
-    counts: list[Tensor],
-    copies: int,
+    capacity: int,
     trained: bool,
     activation: str,
     group_name: str,
 ) -> list[Tensor]:
-    return [torch.empty_like(tokens), *(torch.empty_like(weight) for weight in weights if trained)]
+    return [torch.empty_like(tokens), torch.empty_like(mix), *(torch.empty_like(weight) for weight in weights if trained)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tokens, order, _, weights, ctx.copies, _, ctx.activation, ctx.group_name = inputs
+    tokens, chosen, mix, counts, weights, *ctx.words = inputs
     _, *kept = output
-    ctx.save_for_backward(tokens, order, *kept, *weights)
+    ctx.save_for_backward(tokens, chosen, mix, counts, *kept, *weights)
+    ctx.of_weights = len(weights)
     ctx.mark_non_differentiable(*kept)
 
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    tokens, order, *tensors = ctx.saved_tensors
-    trained = any(ctx.needs_input_grad[3])
-    kept, counts, weights = tensors[:3], tensors[3:5], tensors[5:]
-    to_tokens, *to_weights = exchanged_experts_backward(
-        gradients[0].contiguous(), tokens, order, weights, kept, counts, ctx.copies, trained, ctx.activation, ctx.group_name
+    tokens, chosen, mix, counts, *tensors = ctx.saved_tensors
+    kept, weights = tensors[: -ctx.of_weights], tensors[-ctx.of_weights :]
+    capacity, activation, group_name = ctx.words
+    trained = any(ctx.needs_input_grad[4])
+    to_tokens, to_mix, *to_weights = experts_backward(
+        gradients[0].contiguous(), tokens, chosen, mix, counts, weights, kept, capacity, trained, activation, group_name
     )
-    return to_tokens, None, None, to_weights or [None] * len(weights), None, None, None, None
+    return to_tokens, None, to_mix, None, to_weights or [None] * len(weights), None, None, None
 
 
-exchanged_experts.register_autograd(_backward, setup_context=_keep)
+def _count_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.of_weights, ctx.of_kept = len(inputs[5]), len(inputs[6])
 
 
-class Load(NamedTuple):
-    """How much an exchange is on one rank: in rows, which have `dim` or `hidden` values."""
-
-    rows: int  # of this rank
-    received: int  # by this rank, in all chunks; no other rank receives more
-    capacity: int  # what it receives at a time
-    ranks: int
-    experts: int  # of each rank
-    dim: int
-    hidden: int
-    itemsize: int  # bytes of a value
-
-    @property
-    def chunks(self) -> int:
-        return max(1, -(-self.received // self.capacity))
-
-    def forward_bytes(self) -> int:
-        """The most that `exchanged_experts` allocates at a time, beside its results.
-
-        Its last matmul is the worst moment. There are then: the hidden values of the received rows, their results in two
-        orders, and what has returned to this rank; unless the hidden values, of which an activation makes two, are much wider.
-        Of the first chunk the rows and both matmuls are results. An additional chunk has its own, but not together with
-        another additional one, so that more chunks take no more.
-        """
-        received, returned = self._of_a_chunk()
-        again = self.capacity * (self.dim + 2 * self.hidden) if self.chunks > 1 else 0
-        last_matmul = received * (self.hidden + 2 * self.dim) + returned * self.dim
-        values = again + max(2 * received * self.hidden, last_matmul)
-        return values * self.itemsize + self._indices()
-
-    def backward_bytes(self, trained: bool) -> int:
-        """The same of `exchanged_experts_backward`.
-
-        All the while there are the gradients of all rows in the order of sending, and at the end in that of tokens too. Before,
-        in each chunk, there are those of the received rows, of their hidden values, of both matmuls, with what these need; or
-        a matmul that is added to the gradient of a weight; or those of the received rows in two orders, and what has returned
-        to this rank. An additional chunk computes its rows and both matmuls again.
-        """
-        received, returned = self._of_a_chunk()
-        again = received * (self.dim + 2 * self.hidden) if self.chunks > 1 else 0
-        of_weight = self.experts * self.dim * self.hidden if trained else 0
-        of_matmuls = received * self.dim + max(3 * received * self.hidden + of_weight, 4 * received * self.hidden)
-        way_back = 2 * received * (self.dim + self.hidden) + returned * self.dim
-        values = self.rows * self.dim + max(again + max(of_matmuls, way_back), self.rows * self.dim)
-        return values * self.itemsize + self._indices() + 3 * 8 * self.rows
-
-    def _of_a_chunk(self) -> tuple[int, int]:
-        """(rows that this rank receives, rows that return to it) in one chunk at most."""
-        return min(self.received, self.capacity), min(self.rows, self.ranks * self.capacity)
-
-    def _indices(self) -> int:
-        """Integers of 8 bytes: of each row that is received, in two chunks, or sent; and counts, while they are divided."""
-        received, sent = self._of_a_chunk()
-        return 8 * (5 * received + 2 * sent + 16 * self.ranks**2 * self.experts)
+def _pass_on(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:
+    return gradients, None, None, None, None, [None] * ctx.of_weights, [None] * ctx.of_kept, None, None, None
 
 
-@register_flop_formula(torch.ops.titanlite.exchanged_experts)
-def _flops(tokens: Any, order: Any, counts: Any, weights: Any, *_: Any, **__: Any) -> int:
-    return (
-        6 * order[0] * weights[0][1] * weights[0][2]
-    )  # shapes: each row meets three matrices; as many rows arrive, on average
+dispatch_experts.register_autograd(_backward, setup_context=_keep)
+combine_experts.register_autograd(_pass_on, setup_context=_count_inputs)
 
 
-@register_flop_formula(torch.ops.titanlite.exchanged_experts_backward)
+def exchanged_experts(
+    tokens: Tensor,
+    chosen: Tensor,
+    mix: Tensor,
+    weights: list[Tensor],
+    ranks: int,
+    capacity: int,
+    activation: str,
+    group_name: str,
+) -> Tensor:
+    """The weighted sum of the results of each token's experts, which are split over `ranks` ranks; all three operations.
+
+    tokens: (tokens, dim); chosen: (tokens, copies) int64; mix: the same shape, float32. weights: `Weights` of this rank's
+    experts. capacity: the rows that a rank receives at a time. activation: of ACTIVATIONS. -> (tokens, dim)
+    """
+    tokens = tokens.contiguous()
+    counts = exchange_counts(chosen, ranks, len(weights[0]), capacity, group_name)
+    through, *kept = dispatch_experts(tokens, chosen, mix, counts, weights, capacity, activation, group_name)
+    return combine_experts(through, tokens, chosen, mix, counts, weights, kept, capacity, activation, group_name)
+
+
+@register_flop_formula(torch.ops.titanlite.dispatch_experts)
+def _dispatch_flops(tokens: Any, chosen: Any, mix: Any, counts: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 4 * chosen[0] * chosen[1] * weights[0][1] * weights[0][2]  # shapes: as many rows arrive as leave, on average
+
+
+@register_flop_formula(torch.ops.titanlite.combine_experts)
+def _combine_flops(through: Any, tokens: Any, chosen: Any, mix: Any, counts: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * chosen[0] * chosen[1] * weights[0][1] * weights[0][2]
+
+
+@register_flop_formula(torch.ops.titanlite.experts_backward)
 def _backward_flops(
     gradients: Any,
     tokens: Any,
-    order: Any,
+    chosen: Any,
+    mix: Any,
+    counts: Any,
     weights: Any,
     kept: Any,
-    counts: Any,
-    copies: Any,
+    capacity: int,
     trained: bool,
     *_: Any,
     **__: Any,
 ) -> int:
-    w1 = weights[0]
-    return (12 if trained else 6) * order[0] * w1[1] * w1[2]
-
-
-def _group(name: str) -> Any:
-    """PyTorch's operations name their groups too."""
-    return resolve_process_group(name)
-
-
-def _counts_of_all(counts: Tensor, group: Any) -> Counts:
-    """The one place where the host waits for the device."""
-    ranks = group.size()
-    gathered = counts.new_empty(ranks * len(counts))
-    dist.all_to_all_single(gathered, counts.repeat(ranks), group=group)  # 2.13 renames all-gather and warns of its old name
-    gathered = gathered.view(ranks, ranks, -1)
-    return Counts(gathered, gathered.to("cpu", copy=True))
+    return (12 if trained else 6) * chosen[0] * chosen[1] * weights[0][1] * weights[0][2]

@@ -158,10 +158,17 @@ class Activation(NamedTuple):
     def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.gate(gate).mul_(self.up(up))
 
-    def backward(self, gradients: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of both matmuls from those of `hidden`, which are overwritten."""
+    def backward(
+        self, gradients: Tensor, hidden: Tensor, gate: Tensor, up: Tensor, mix: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of both matmuls and of mix (n, 1), float32, from those of `hidden` times mix, which are overwritten.
+
+        The third has n values.
+        """
+        to_mix = (hidden * gradients).sum(dim=-1, dtype=torch.float32)
+        gradients.mul_(mix)
         to_up = self.up_backward(self.gate(gate).mul_(gradients), up)
-        return self.gate_backward(gradients.mul_(self.up(up)), gate), to_up
+        return self.gate_backward(gradients.mul_(self.up(up)), gate), to_up, to_mix
 
 
 # gpt-oss (arXiv:2508.10925, section 2.2; the numbers are those of its published code)
@@ -193,17 +200,22 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class Activated(torch.autograd.Function):
-    """`Activation.hidden` with its own backward pass, so that experts have the same gradients bit for bit, split or not.
+    """`Activation.hidden` times each row's weight, mix (n, 1) float32, with its own backward pass: experts have the same
+    gradients bit for bit, split or not.
 
     Autograd's are rounded more often: in bfloat16, those of the clamped gate made gradients differ by up to 1.2e-2.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, name: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, mix: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(gate, up, mix)
         act = ctx.activation = ACTIVATIONS[name]
-        return act.gate(gate) * act.up(up)  # compiled by PyTorch 2.11, a result written in place would have no gradient
+        hidden = act.gate(gate) * act.up(up)  # compiled by PyTorch 2.11, a result written in place would have no gradient
+        return (hidden * mix).type_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *ctx.activation.backward(gradients.clone(), *ctx.saved_tensors), None
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        gate, up, mix = ctx.saved_tensors
+        act = ctx.activation
+        to_gate, to_up, to_mix = act.backward(gradients.clone(), act.gate(gate) * act.up(up), gate, up, mix)
+        return to_gate, to_up, to_mix[:, None], None

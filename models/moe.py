@@ -7,6 +7,7 @@ dispatched to the ranks that have their experts (exchange.py).
 
 import functools
 import math
+import warnings
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 
 from models.blocks import SwiGLU, local_weight
 from models.exchange import Weights, exchanged_experts
-from models.grouped import Activated, ActivationName
+from models.grouped import Activated, ActivationName, grouped_product
 from models.torch_private import collectives, wait_tensor
 
 # What selective checkpointing by operation keeps. The choice is kept because a recomputation that rounds differently could
 # send a token to another expert.
 KEEP = (
     torch.ops.titanlite.grouped_product.default,
-    torch.ops.titanlite.exchanged_experts.default,
+    torch.ops.titanlite.exchange_counts.default,
+    torch.ops.titanlite.dispatch_experts.default,
     torch.ops.aten.topk.default,
     torch.ops.aten.sort.stable,
 )
@@ -195,10 +197,11 @@ class Router(nn.Module):
             total = total + losses.balance * (counts * (scores.shape[1] / (self.top_k * length)) * shares).sum()
         return total
 
-    def count(self, counts: Tensor) -> None:
+    def count(self, chosen: Tensor) -> None:
         """Keeps this pass's counts. A recomputation writes the same once more, so that nothing is counted twice."""
         if self.counts is not None and torch.is_grad_enabled():
-            self.counts.copy_(counts)
+            experts = torch.arange(len(self.counts), device=chosen.device)
+            self.counts.copy_((chosen.flatten()[:, None] == experts).sum(dim=0))
 
     def choose(self, scores: Tensor) -> Tensor:  # (tokens, experts) -> (tokens, top_k)
         """The numbers of the experts with the best scores."""
@@ -243,15 +246,38 @@ class Experts(nn.Module):
             self.w2_bias = nn.Parameter(torch.empty(n_experts, dim))
             self.w3_bias = nn.Parameter(torch.empty(n_experts, hidden))
 
-    def forward(self, tokens: Tensor, choice: "Choice") -> Tensor:  # (tokens, dim) -> (rows, dim), sorted by expert
-        weights = [local_weight(parameter) for parameter in self.parameters()]  # in the order of `Weights`
-        order, inverse, counts, copies = choice
+    def forward(self, tokens: Tensor, weights: "Tensor | Choice", chosen: Tensor | None = None) -> Tensor:
+        """(tokens, dim); twice (tokens, top_k), the second int64 -> the weighted sum of each token's experts, (tokens, dim)."""
+        if isinstance(weights, Choice):
+            return self.results_of_rows(tokens, weights)
+        assert chosen is not None
+        matrices = [local_weight(parameter) for parameter in self.parameters()]  # in the order of `Weights`
+        mix = weights.float()
         if self.exchange is not None:
-            capacity, group = self.exchange.capacity(len(order)), self.exchange.group_name
-            return exchanged_experts(tokens, order, counts, weights, copies, capacity, self.activation, group)[0]
+            group, ranks, _ = self.exchange
+            capacity = self.exchange.capacity(chosen.numel())
+            return exchanged_experts(tokens, chosen, mix, matrices, ranks, capacity, self.activation, group)
+        own, (order, inverse, counts, copies) = Weights(*matrices), Choice.of(chosen, self.n_experts)
         rows, ends = _Reordered.apply(tokens, order, inverse, copies), counts.cumsum(0).int()
-        gate, up = Weights(*weights).gate_up(rows, ends)
-        return Weights(*weights).results(Activated.apply(gate, up, self.activation), ends)
+        gate, up = own.gate_up(rows, ends)
+        hidden = Activated.apply(gate, up, _Reordered.apply(mix.flatten()[:, None], order, inverse, 1), self.activation)
+        results = _Reordered.apply(grouped_product(hidden, own.w2, ends, True, None), inverse, order, 1)
+        mixed = results.unflatten(0, (-1, copies)).sum(dim=1)
+        if own.b2 is None:
+            return mixed
+        by_expert = mix.new_zeros(len(tokens), self.n_experts).scatter(1, chosen, mix)
+        return mixed + by_expert.type_as(mixed) @ own.b2
+
+    def results_of_rows(self, tokens: Tensor, choice: "Choice") -> Tensor:
+        """What forks of 0.2 call, to be removed in 0.4: the result of each row, sorted by expert, without weights."""
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                "Experts(tokens, choice): give tokens, weights and chosen, and get their sum", FutureWarning, stacklevel=2
+            )
+        rows = choice.order
+        experts = torch.searchsorted(choice.counts.cumsum(0), torch.arange(len(rows), device=rows.device), right=True)
+        ones = torch.ones_like(experts, dtype=torch.float32)
+        return self.forward(tokens.index_select(0, rows // choice.copies), ones[:, None], experts[:, None])
 
 
 def routers_of(model: nn.Module) -> list[Router]:
@@ -281,13 +307,9 @@ class MoE(nn.Module):
         side = self.stream_beside_exchange(x)
         # first, so that the device has work while the exchange waits for the counts
         shared = self.shared_results(x, side)
-        tokens = x.flatten(0, 1)
         weights, chosen = self.router(x)
-        choice = Choice.of(chosen, self.experts.n_experts)
-        self.router.count(choice.counts)
-        rows = self.experts(tokens, choice)
-        results = _Reordered.apply(rows, choice.inverse, choice.order, 1).unflatten(0, (-1, choice.copies))
-        mixed = (results * weights[..., None].type_as(results)).sum(dim=1).view_as(x)
+        self.router.count(chosen)
+        mixed = self.experts(x.flatten(0, 1), weights, chosen).view_as(x)
         if shared is None:
             return mixed
         if side is not None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from models import exchange, llama3, moe
+from models import all_to_all, llama3, moe
 from tests.cuda_shim import pretend
 from titanlite.data.batch import Batch
 from titanlite.loop import step
@@ -48,18 +48,18 @@ def _copy_blocking(batch: Batch, device: torch.device, non_blocking: bool = Fals
     return batch._each(lambda tensor: tensor.to(device))
 
 
-_counts_of_all, _choice_of = exchange._counts_of_all, moe.Choice.of
+_on_host, _receivers_of = all_to_all._on_host, all_to_all.receivers_of
 
 
-def _counts_twice(counts: torch.Tensor, group: Any) -> exchange.Counts:
-    _counts_of_all(counts, group)
-    return _counts_of_all(counts, group)
+def _counts_twice(counts: torch.Tensor) -> torch.Tensor:
+    _on_host(counts)
+    return _on_host(counts)
 
 
-def _choice_with_wait(chosen: torch.Tensor, n_experts: int) -> moe.Choice:
-    choice = _choice_of(chosen, n_experts)
-    choice.counts.to("cpu")
-    return choice
+def _receivers_with_wait(chosen: torch.Tensor, layout: all_to_all.Layout) -> torch.Tensor:
+    receivers = _receivers_of(chosen, layout)
+    receivers.to("cpu")
+    return receivers
 
 
 class _DoesNotWait(pretend.Stream):
@@ -101,8 +101,8 @@ PLANTED: dict[str, Planted] = {
     "a mask on the CPU": Planted(llama3, "with_mask", _mask_on_cpu),
     "a pageable copy": Planted(Batch, "pin_memory", lambda batch: batch),
     "a blocking copy": Planted(Batch, "to", _copy_blocking),
-    "another copy of counts in the exchange": Planted(exchange, "_counts_of_all", _counts_twice, _MIXTURE),
-    "a copy of counts outside of the exchange": Planted(moe.Choice, "of", _choice_with_wait, _MIXTURE),
+    "another copy of counts in the exchange": Planted(all_to_all, "_on_host", _counts_twice, _MIXTURE),
+    "a copy of counts outside of the exchange": Planted(all_to_all, "receivers_of", _receivers_with_wait, _MIXTURE),
     "a microbatch's number on the device": Planted(
         pipeline.Stage, "forward", _number_on_the_device, "PP 2 x FSDP 4, Interleaved1F1B, last rank, bfloat16"
     ),

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from models.exchange import exchanged_experts, exchanged_experts_backward
+from models.all_to_all import exchange_counts
+from models.exchange import combine_experts, dispatch_experts, experts_backward
 from models.grouped import grouped_outer, grouped_product
 from tests.cuda_shim import pretend
 
@@ -31,10 +32,10 @@ _FEW = 1024
 # Operations of our own, whose insides fake tensors would not run.
 _INSIDES: dict[Any, Any] = {
     operation._opoverload: operation._init_fn
-    for operation in (exchanged_experts, exchanged_experts_backward, grouped_product, grouped_outer)
+    for operation in (exchange_counts, dispatch_experts, combine_experts, experts_backward, grouped_product, grouped_outer)
 }
 # The one function that may wait for the device in a step: the sizes of messages must be known. The cell says how often.
-_COUNTS = "models.exchange", "_counts_of_all"
+_COUNTS = "models.all_to_all", "_on_host"
 _OURS = ("titanlite", "models", "tests")
 _NOT_OURS = (__name__, pretend.__name__)
 

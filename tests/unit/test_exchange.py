@@ -1,84 +1,127 @@
-"""Rounds of an exchange, without ranks: every row arrives once, where its expert is, and no rank receives more than it has room
-for."""
+"""Chunks of an exchange, without ranks: each expert of a token is computed once, no token goes to a rank twice, and no rank
+receives more than it has room for.
+"""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.exchange import Chunk, Counts, chunks
+from models.all_to_all import Chunk, Layout, Pairs, _per_part, chunks, pack, receivers_of, unpack
 
-# How many rows go from each rank to each expert: (senders, receivers, experts of a receiver).
-KINDS = ("random", "few", "nothing", "one expert", "one sender", "one row", "very uneven", "last expert")
+ROUTINGS = ("random", "one expert", "one rank of many", "last experts", "one token differs", "by halves")
 
 
-def counts_of(kind: str, ranks: int, experts: int, generator: torch.Generator) -> Tensor:
-    shape = ranks, ranks, experts
-    counts = torch.zeros(shape, dtype=torch.int64)
-    match kind:
-        case "random":
-            return torch.randint(0, 9, shape, generator=generator)
-        case "few":
-            return torch.randint(0, 9, shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.2)
+def chosen_of(routing: str, layout: Layout, generator: torch.Generator) -> Tensor:
+    """The experts of every rank's tokens, (ranks, tokens, copies)."""
+    experts, shape = layout.ranks * layout.experts, (layout.ranks, layout.tokens)
+    scores = torch.rand(*shape, experts, generator=generator)
+    match routing:
         case "one expert":
-            counts[:, 0, 0] = torch.randint(0, 30, (ranks,), generator=generator)
-        case "one sender":
-            counts[-1] = torch.randint(0, 30, (ranks, experts), generator=generator)
-        case "one row":
-            counts[-1, 0, -1] = 1
-        case "very uneven":
-            return (torch.rand(shape, generator=generator) ** 12 * 200).long()
-        case "last expert":
-            counts[:, -1, -1] = 17
-    return counts
+            scores[..., 0] += 1
+        case "one rank of many":
+            scores[0, ..., : layout.experts] += 1
+        case "last experts":
+            scores += torch.arange(experts)
+        case "one token differs":
+            scores += torch.arange(experts)
+            scores[-1, -1] = torch.rand(experts, generator=generator)
+        case "by halves":  # the first tokens of all ranks go to other experts than the last ones
+            scores[:, : layout.tokens // 2] += torch.arange(experts)
+            scores[:, layout.tokens // 2 :] -= torch.arange(experts)
+    return scores.topk(layout.copies).indices
 
 
-def cases() -> list[tuple[str, int, int, int, int]]:
-    """(kind, ranks, experts of each, capacity, seed)"""
-    sizes = itertools.product(KINDS, (1, 2, 3, 5), (1, 2, 4), (1, 3, 8, 1000))
-    return [(*size, seed) for seed, size in enumerate(sizes)]
+def counts_of(chosen: Tensor, layout: Layout) -> list[Tensor]:
+    """What `exchange_counts` returns on each rank."""
+    sent = torch.stack([_per_part(receivers_of(of_rank, layout), layout) for of_rank in chosen])  # (senders, receivers, parts)
+    rows = torch.stack([_per_part(of_rank // layout.experts, layout) for of_rank in chosen]).sum(0)
+    return [torch.stack((sent[rank], sent[:, rank], rows)) for rank in range(layout.ranks)]
 
 
-def rows_of(counts: Tensor, rank: int) -> list[tuple[int, int, int]]:
-    """The rows of a rank, sorted by expert: (sender, number of the expert, which of these)."""
-    numbers = enumerate(counts[rank].flatten().tolist())
-    return [(rank, expert, number) for expert, count in numbers for number in range(count)]
+def layouts() -> list[Layout]:
+    sizes = itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 30), (1, 2, 4), (0.01, 0.5, 1.5, 9.0))
+    return [
+        Layout(ranks, experts, tokens, copies, max(1, int(factor * tokens * copies)))
+        for ranks, experts, tokens, copies, factor in sizes
+        if copies <= ranks * experts
+    ]
 
 
-def exchange(rows: list[list], by_rank: list[Chunk]) -> list[list]:
-    """What each rank receives in a round, in the order in which it arrives: by sender."""
-    arrived: list[list] = [[] for _ in by_rank]
-    for own, this in zip(rows, by_rank, strict=True):
-        for receiver, (first, last) in enumerate(this.segments):
-            assert last - first == this.gives[receiver]
-            arrived[receiver] += own[first:last]
-    return arrived
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_each_expert_of_a_token_is_computed_once_and_no_rank_receives_more_than_it_has_room_for(routing):
+    for seed, layout in enumerate(layouts()):
+        chosen = chosen_of(routing, layout, torch.Generator().manual_seed(seed))
+        counts = counts_of(chosen, layout)
+        of_ranks = [chunks(each, layout, rank) for rank, each in enumerate(counts)]
+        assert len({len(each) for each in of_ranks}) == 1, "as many chunks on every rank, since they take part in each other's"
+        computed = Counter(pair for chunk in zip(*of_ranks, strict=True) for pair in check_chunk(layout, chosen, chunk))
+        expected = Counter(
+            (rank, token, expert)
+            for rank, of_rank in enumerate(chosen.tolist())
+            for token, row in enumerate(of_rank)
+            for expert in row
+        )
+        assert computed == expected, (routing, layout)
+        for own in of_ranks:
+            assert sum(sum(each.takes) for each in own[: layout.kept_chunks]) <= layout.kept_tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_row_is_received_once_by_the_rank_of_its_expert_and_never_more_than_capacity(kind):
-    for case in cases():
-        if case[0] == kind:
-            check_chunks(*case)
+def check_chunk(layout: Layout, chosen: Tensor, of_ranks: tuple[Chunk, ...]) -> list[tuple[int, int, int]]:
+    """Follows one chunk -> (sender, token, expert) of all rows that are computed in it."""
+    arrived: list[list[tuple[int, int]]] = [[] for _ in of_ranks]  # (sender, token)
+    for sender, this in enumerate(of_ranks):
+        receivers = receivers_of(chosen[sender, this.first : this.last], layout)
+        tokens = (Pairs.of(receivers, layout.ranks, sum(this.gives)).tokens + this.first).tolist()
+        for receiver, gives in enumerate(this.gives):
+            part, tokens = tokens[:gives], tokens[gives:]
+            assert part == sorted(set(part)), "no token goes to a rank twice"
+            assert gives == of_ranks[receiver].takes[sender]
+            arrived[receiver] += [(sender, token) for token in part]
+        assert not tokens
+    computed = []
+    for rank, (this, pairs) in enumerate(zip(of_ranks, arrived, strict=True)):
+        assert this.rows <= layout.room
+        numbers = torch.stack([chosen[pair] for pair in pairs]) if pairs else chosen[0, :0]
+        own = numbers - rank * layout.experts
+        rows = Pairs.of(own.masked_fill((own < 0) | (own >= layout.experts), layout.experts), layout.experts, this.rows)
+        experts = own.flatten()[rows.chosen].tolist()
+        assert len(experts) == this.rows and experts == sorted(experts)
+        assert rows.ends.tolist() == [sum(each <= expert for each in experts) for expert in range(layout.experts)]
+        computed += [
+            (*pairs[token], expert + rank * layout.experts) for token, expert in zip(rows.tokens, experts, strict=True)
+        ]
+    return computed
 
 
-def check_chunks(kind: str, ranks: int, experts: int, capacity: int, seed: int) -> None:
-    counts = counts_of(kind, ranks, experts, torch.Generator().manual_seed(seed))
-    sent = [list(chunks(Counts(counts, counts.clone()), rank, capacity)) for rank in range(ranks)]
-    numbers = {len(each) for each in sent}
-    most = int(counts.sum((0, 2)).max())
-    assert numbers == {max(1, -(-most // capacity))}, "as many chunks on every rank, and no more than are needed"
-    rows = [rows_of(counts, rank) for rank in range(ranks)]
-    received: list[list] = [[] for _ in range(ranks)]
-    for by_rank in zip(*sent, strict=True):
-        for rank, (this, arrived) in enumerate(zip(by_rank, exchange(rows, list(by_rank)), strict=True)):
-            assert this.takes == [sum(row[0] == sender for row in arrived) for sender in range(ranks)]
-            assert len(arrived) <= capacity
-            by_expert = [arrived[place] for place in this.by_expert.tolist()]
-            owned = [expert - rank * experts for _, expert, _ in by_expert]
-            assert owned == sorted(owned) and all(0 <= expert < experts for expert in owned)
-            assert this.ends.tolist() == [sum(each <= expert for each in owned) for expert in range(experts)]
-            received[rank] += by_expert
-    expected = [sorted(row for row in itertools.chain(*rows) if row[1] // experts == rank) for rank in range(ranks)]
-    assert [sorted(each) for each in received] == expected
+def test_balanced_tokens_are_divided_into_two_chunks_of_equal_work():
+    layout = Layout(ranks=8, experts=16, tokens=512, copies=8, capacity=6144)
+    chosen = chosen_of("random", layout, torch.Generator().manual_seed(0))
+    for rank, counts in enumerate(counts_of(chosen, layout)):
+        first, second = chunks(counts, layout, rank)
+        assert abs(first.rows - second.rows) < 0.3 * first.rows
+
+
+def test_a_token_goes_once_to_each_rank_that_has_experts_for_it():
+    """Of 8 experts among 128 on 8 ranks, 5.3 are on different ranks on average: 8 (1 - C(112, 8) / C(128, 8))."""
+    layout = Layout(ranks=8, experts=16, tokens=4096, copies=8, capacity=49152)
+    chosen = chosen_of("random", layout, torch.Generator().manual_seed(0))
+    sent = counts_of(chosen, layout)[0][0].sum() / layout.tokens
+    assert abs(sent - 5.35) < 0.05
+
+
+def test_sums_are_those_of_each_tokens_own_rows():
+    numbers = torch.tensor([[1, 3, 0], [3, 3, 3], [2, 1, 3]])  # 3 is none
+    pairs, rows = Pairs.of(numbers, 3, 4), torch.tensor([[1.0], [2.0], [4.0], [8.0], [torch.nan]])
+    assert pairs.tokens.tolist() == [0, 0, 2, 2] and pairs.ends.tolist() == [1, 3, 4]
+    assert pairs.sums(rows).tolist() == [[3.0], [0.0], [12.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [8, 5])
+def test_what_is_packed_is_unpacked_bit_for_bit(dtype, dim):
+    x, numbers, mix = torch.randn(3, dim).to(dtype), torch.randint(0, 9, (3, 2), dtype=torch.int32), torch.randn(3, 2)
+    found = unpack(pack(x, numbers, mix), dim, dtype, torch.int32, torch.float32)
+    assert all(map(torch.equal, found, (x, numbers, mix)))

@@ -235,9 +235,6 @@ class Reporter:
                 from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
 
                 folder, name = Path(self._config.job.dump_folder) / cfg.save_tb_folder, f".{secrets.token_hex(4)}"
-                # readers take files in the order of their names, which begin with the second: this one must come last
-                while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-                    time.sleep(0.05)
                 before = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=name)
                 [path] = folder.glob(f"*{name}")
                 self._events = hold(path), path

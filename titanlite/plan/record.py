@@ -102,9 +102,9 @@ class Recorder(TorchDispatchMode):
                 self._labels.append(args[0])
             elif self._labels:
                 self._labels.pop()
-        elif exchanged := experts.exchanged(operation, given, self.routing):
-            self._flops += experts.flops(exchanged.load, given)
-            for what, calls, size, sent in experts.messages(exchanged, given):
+        elif messages := experts.messages(operation, given, self.routing):
+            self._flops += experts.flops(operation, given, self.routing)
+            for what, calls, size, sent in messages:
                 self._add(group, what, "all-to-all", Traffic(calls, size, sent))
         elif formula := _FORMULAS.get(packet(operation)) or flop_registry.get(packet(operation)):
             self._flops += formula(*args, **kwargs, out_val=result)

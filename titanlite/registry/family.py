@@ -26,7 +26,19 @@ from titanlite.registry.overrides import overridden
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that Hugging Face's format can hold
 # the files of models/ that are not families
-_SHARED = ("attention", "blocks", "decoder", "exchange", "grouped", "head", "moe", "rope", "split", "torch_private")
+_SHARED = (
+    "all_to_all",
+    "attention",
+    "blocks",
+    "decoder",
+    "exchange",
+    "grouped",
+    "head",
+    "moe",
+    "rope",
+    "split",
+    "torch_private",
+)
 _SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") for name in _SHARED]
 FROM_ASSETS = "hf"  # the flavor whose dimensions are those of model.hf_assets_path
 

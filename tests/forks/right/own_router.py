@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from models import llama3, moe
 from models.blocks import Distribution, Flops, Normal
-from models.moe import Choice, Experts
+from models.moe import Experts
 from tests.tiny import FLAVORS, Config
 
 __all__ = ["FLAVORS", "KEEP", "Config", "Model", "flops", "initial", "sharding"]
@@ -27,9 +27,7 @@ class RoutedExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # this rank's slice of the sequence -> the same
         tokens = x.flatten(0, 1)
         weights, chosen = self.route(tokens)
-        choice = Choice.of(chosen, EXPERTS)
-        results = self.experts(tokens, choice)[choice.inverse].unflatten(0, weights.shape)  # (tokens, TOP_K, dim)
-        return (results * weights[..., None].type_as(results)).sum(dim=1).view_as(x)
+        return self.experts(tokens, weights, chosen).view_as(x)
 
 
 class Model(llama3.Model):

@@ -1,0 +1,208 @@
+"""All-to-alls between tokens and the ranks that have their experts: what is sent when, and how.
+
+A token goes once to each rank that has experts for it. A rank's tokens are divided into chunks, so that what a rank receives at
+a time has a bound under any routing, and one chunk's all-to-all runs beside another's matmuls. All ranks make the same chunks
+from the same counts, for which the host waits: the sizes of messages must be numbers.
+"""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.torch_private import resolve_process_group
+
+KEPT = 2  # chunks, of which one is computed while the other is on its way
+_PARTS = 8  # of a rank's tokens, at least: so evenly they can be divided
+
+
+class Layout(NamedTuple):
+    """Sizes that do not depend on the routing. A row is a token for one of its experts."""
+
+    ranks: int
+    experts: int  # of each rank
+    tokens: int  # of each rank
+    copies: int  # experts of a token
+    capacity: int  # rows that a rank receives in two chunks
+
+    @property
+    def rows_of_token(self) -> int:
+        """That one rank receives, at most."""
+        return min(self.copies, self.experts)
+
+    @property
+    def room(self) -> int:
+        """Rows that a rank receives in one chunk, at most; a token of each rank always fits."""
+        of_token = self.ranks * self.rows_of_token
+        return min(max(-(-self.capacity // KEPT), of_token), of_token * -(-self.tokens // KEPT))
+
+    @property
+    def part(self) -> int:
+        """So many tokens of each rank fit a chunk under any routing: chunks consist of such parts."""
+        return min(self.room // (self.ranks * self.rows_of_token), max(1, self.tokens // _PARTS))
+
+    @property
+    def parts(self) -> int:
+        return -(-self.tokens // self.part)
+
+    @property
+    def kept_chunks(self) -> int:
+        return min(KEPT, self.parts)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Received in the chunks that are kept, at most."""
+        return min(self.kept_chunks * self.room, self.ranks * self.tokens)
+
+
+class Chunk(NamedTuple):
+    """What this rank sends and receives at a time."""
+
+    first: int  # of this rank's tokens
+    last: int
+    gives: list[int]  # tokens to each rank
+    takes: list[int]  # tokens from each rank
+    rows: int  # that this rank computes
+
+
+def chunks(counts: Tensor, layout: Layout, rank: int) -> list[Chunk]:
+    """counts: of `exchange_counts`. As many chunks for all ranks, since they take part in each other's."""
+    sent, received, rows = counts
+    cuts = cuts_of(F.pad(rows.cumsum(1), (1, 0)), layout)
+    return [
+        Chunk(
+            first * layout.part,
+            min(last * layout.part, layout.tokens),
+            sent[:, first:last].sum(1).tolist(),
+            received[:, first:last].sum(1).tolist(),
+            int(rows[rank, first:last].sum()),
+        )
+        for first, last in pairwise(cuts)
+    ]
+
+
+def cuts_of(ends: Tensor, layout: Layout) -> list[int]:
+    """The parts at which chunks begin and end: few, and of equal work for the rank that receives most.
+
+    ends: (ranks, parts + 1), how many rows a rank has received before each part.
+    """
+    busiest = ends[ends[:, -1].argmax()]
+    total = int(busiest[-1])
+    for number in range(max(layout.kept_chunks, -(-total // layout.room)), layout.parts):
+        targets = torch.arange(1, number) * total // number
+        nearest = torch.searchsorted(busiest[1:] + busiest[:-1], 2 * targets)
+        cuts = sorted({0, *nearest.tolist(), layout.parts})
+        if int(ends[:, cuts].diff(dim=1).max()) <= layout.room:
+            return cuts
+    return list(range(layout.parts + 1))
+
+
+class Pairs(NamedTuple):
+    """Tokens beside numbers that they have (ranks, or experts), by number and then by token."""
+
+    tokens: Tensor  # (n,) int64
+    chosen: Tensor  # (n,) int64: which of its numbers
+    positions: Tensor  # (tokens, copies) int64: of each pair in this order; n if it is none
+    ends: Tensor  # (numbers,) int32: where each number's pairs end
+
+    @classmethod
+    def of(cls, numbers: Tensor, end: int, n: int) -> "Pairs":
+        """numbers: (tokens, copies) int; `end` is no number. n: how many are less than `end`."""
+        values, order = numbers.flatten().sort(stable=True)
+        positions = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).clamp_(max=n)
+        ends = torch.searchsorted(values, torch.arange(end, device=values.device, dtype=values.dtype), right=True).int()
+        return cls(order[:n] // numbers.shape[1], order[:n], positions.view_as(numbers), ends)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Of each token's rows (n + 1, a), of which the last is not read -> (tokens, a). Added up in float32."""
+        return F.embedding_bag(self.positions, rows, mode="sum", padding_idx=len(self.tokens))
+
+
+def receivers_of(chosen: Tensor, layout: Layout) -> Tensor:
+    """The rank of each expert of a token; `ranks` where an expert before it is on the same rank."""
+    receivers = chosen // layout.experts
+    earlier = (receivers[:, :, None] == receivers[:, None, :]).tril(-1).any(-1)
+    return receivers.masked_fill(earlier, layout.ranks)
+
+
+class Arriving(NamedTuple):
+    """Rows on their way to this rank."""
+
+    rows: Tensor
+    work: Any
+    sent: Tensor  # must live as long
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.rows
+
+
+def begin(rows: Tensor, gives: list[int], takes: list[int], group: Any, into: Tensor | None = None) -> Arriving:
+    """Sends rows. into: what arrives is written to its first rows; if it is None, a tensor with one row more is made."""
+    whole = rows.new_empty(sum(takes) + 1, *rows.shape[1:]) if into is None else into
+    work = dist.all_to_all_single(whole[: sum(takes)], rows, takes, gives, group=group, async_op=True)
+    return Arriving(whole, work, rows)
+
+
+def pack(x: Tensor, *beside: Tensor) -> Tensor:
+    """x (n, dim) and more tensors of as many rows, with values of 4 bytes -> one tensor (n, width) int32."""
+    odd = x.shape[1] * x.element_size() % 4 != 0
+    return torch.cat([each.view(torch.int32) for each in (*beside, F.pad(x, (0, 1)) if odd else x.contiguous())], dim=1)
+
+
+def unpack(packed: Tensor, dim: int, dtype: torch.dtype, *beside: torch.dtype) -> list[Tensor]:
+    """What `pack` was given, as views: x, and more tensors with the same number of columns."""
+    width = -(-dim * dtype.itemsize // 4)
+    *parts, x = packed.split([(packed.shape[1] - width) // len(beside)] * len(beside) + [width], dim=1)
+    return [x.view(dtype)[:, :dim], *(part.view(kind) for part, kind in zip(parts, beside, strict=True))]
+
+
+# ------------------------------------------------------------------------------------------------------------------ counts
+
+
+@torch.library.custom_op("titanlite::exchange_counts", mutates_args=())
+def exchange_counts(chosen: Tensor, ranks: int, experts: int, capacity: int, group_name: str) -> Tensor:
+    """How much ranks send each other; the one place where the host waits for the device.
+
+    chosen: (tokens, copies) int64, the experts of this rank's tokens. experts: of each rank.
+
+    -> (3, ranks, parts) int64 on the host, for each part of the tokens: those that this rank sends to each rank and receives
+    from each rank, and the rows that each rank receives from all.
+    """
+    group, layout = group_of(group_name), Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
+    sent = torch.stack([_per_part(numbers, layout) for numbers in (receivers_of(chosen, layout), chosen // experts)], dim=1)
+    received = torch.empty_like(sent)  # (ranks, 2, parts)
+    dist.all_to_all_single(received, sent, group=group)
+    rows = chosen.new_empty(ranks, layout.parts)
+    own = received[:, 1].sum(0).repeat(ranks)
+    dist.all_to_all_single(rows.view(-1), own, group=group)  # 2.13 renames all-gather and warns of its old name
+    return _on_host(torch.stack((sent[:, 0], received[:, 0], rows)))
+
+
+def _per_part(ranks: Tensor, layout: Layout) -> Tensor:
+    """How often each rank is among the numbers (tokens, copies) of each part -> (ranks, parts) int64."""
+    missing = layout.parts * layout.part - layout.tokens
+    of_parts = F.pad(ranks, (0, 0, 0, missing), value=layout.ranks).view(layout.parts, -1, 1)
+    return (of_parts == torch.arange(layout.ranks, device=ranks.device)).sum(1).t()
+
+
+@exchange_counts.register_fake
+def _(chosen: Tensor, ranks: int, experts: int, capacity: int, group_name: str) -> Tensor:
+    layout = Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
+    return chosen.new_empty(3, ranks, layout.parts, device="cpu")
+
+
+exchange_counts.register_autograd(lambda ctx, _: (None,) * 5)
+
+
+def group_of(name: str) -> Any:
+    """PyTorch's operations name their groups too."""
+    return resolve_process_group(name)
+
+
+def _on_host(counts: Tensor) -> Tensor:
+    """The host waits here for the device, and nowhere else."""
+    return counts.to("cpu", copy=True)
