@@ -1,7 +1,7 @@
 """What several model families share: normalization, rotation, SwiGLU. See also rope.py, attention.py and head.py.
 
 Tensors have shape (batch, seq, ...). Under tensor parallelism, a module's inputs are plain local tensors (this rank's heads,
-this rank's slice of the sequence) and its parameters are DTensors. `local_weight` converts a DTensor for local arithmetic.
+this rank's slice of the tokens) and its parameters are DTensors. `local_weight` converts a DTensor for local arithmetic.
 """
 
 from collections.abc import Callable, Iterable

@@ -116,7 +116,7 @@ class LatentAttention(AttentionCore):
         self.wkv_b = nn.Linear(c.kv_rank, c.n_heads * sum(self.kv_parts), bias=False)
         self.wo = nn.Linear(c.n_heads * c.value_dim, c.dim, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:  # x: this rank's slice of the sequence
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:  # x: this rank's slice of the tokens
         q = self.queries(x).unflatten(-1, (-1, self.head_dim))
         plain, rotated = q.split(self.parts, dim=-1)
         q = torch.cat([plain, self.rotate(rotated, rope)], dim=-1)
@@ -194,7 +194,7 @@ def sharding(config: Config) -> dict[str, str]:
     dense = {"layers.*.ffn.w[13]": "column", "layers.*.ffn.w2": "row"} if config.dense_layers else {}
     return {
         "embed": "vocab",
-        "layers.*.attention_norm": "replicate",  # latents are made from this rank's slice of the sequence
+        "layers.*.attention_norm": "replicate",  # latents are made from this rank's slice of the tokens
         "layers.*.attention.w*_a": "replicate",
         **{f"layers.*.attention.{name}": style for name, style in queries.items()},
         "layers.*.attention.kv_norm": "sequence",  # gathers the latents
@@ -203,7 +203,7 @@ def sharding(config: Config) -> dict[str, str]:
         "layers.*.attention.wo": "row",
         **{f"layers.{i}.ffn_norm": "sequence" for i in range(config.dense_layers)},
         **dense,
-        "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the sequence
+        "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the tokens
         "layers.*.ffn.router": "replicate",
         "layers.*.ffn.experts": "experts",
         "layers.*.ffn.shared_input": "sequence",

@@ -187,7 +187,7 @@ def sharding(config: Config) -> dict[str, str]:
         "layers.*.attention.w[qkv]": "column",
         **norms,
         "layers.*.attention.wo": "row",
-        "layers.*.attention_post_norm": "replicate",  # each rank normalises its slice of the sequence
+        "layers.*.attention_post_norm": "replicate",  # each rank normalises its slice of the tokens
         "layers.*.ffn_norm": "sequence",
         "layers.*.ffn.w[13]": "column",
         "layers.*.ffn.w2": "row",

@@ -60,7 +60,7 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Logits (batch, seq, vocab) of hidden (batch, seq, dim); with labels (batch, seq), the sum of the losses, () float32.
 
-        Labels equal to IGNORE add nothing. Under tensor parallelism, hidden is this rank's slice of the sequence, labels
+        Labels equal to IGNORE add nothing. Under tensor parallelism, hidden is this rank's slice of the tokens, labels
         cover the whole sequence, and every rank returns the same sum. The sum has the z-loss only when gradients are enabled.
         """
         hidden, weight = self.norm(hidden), self.output.weight

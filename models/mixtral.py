@@ -98,7 +98,7 @@ def sharding(config: Config) -> dict[str, str]:
         "layers.*.attention_norm": "sequence",
         "layers.*.attention.w[qkv]": "column",
         "layers.*.attention.wo": "row",
-        "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the sequence
+        "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the tokens
         "layers.*.ffn.router": "replicate",
         "layers.*.ffn.experts": "experts",
         "head.norm": "sequence",

@@ -126,8 +126,15 @@ class RouterLosses(NamedTuple):
 
     balance: float  # weight of a sequence's balance loss, divided by the number of sequences in a global batch
     z: float  # weight of a token's squared log-sum-exp of the logits, divided by the number of tokens in a global batch
-    ranks: int  # among which a sequence is split
+    ranks: int  # among which the sequences of a microbatch are split
     group_name: str  # of these ranks; "" for one
+    # Tensor parallelism cuts the tokens of a microbatch, one sequence after the other, into so many slices; this rank's number
+    slices: int = 1
+    slice: int = 0
+
+    def sequences(self, rows: int, device: torch.device) -> Tensor:
+        """The sequence that each row of a rank's (rows, tokens) is a part of, (rows,) int64, of `rows` sequences."""
+        return (self.slice * rows + torch.arange(rows, device=device)) // self.slices
 
 
 class Router(nn.Module):
@@ -191,7 +198,9 @@ class Router(nn.Module):
         if losses.balance:
             counts = torch.zeros_like(scores).scatter(1, chosen, 1.0).unflatten(0, (rows, -1)).sum(dim=1)
             if losses.group_name:
-                counts = wait_tensor(collectives.all_reduce(counts, "sum", losses.group_name))
+                sequence = losses.sequences(rows, counts.device)
+                counts = torch.zeros_like(counts).index_add(0, sequence, counts)
+                counts = wait_tensor(collectives.all_reduce(counts, "sum", losses.group_name))[sequence]
             length = len(scores) // rows * losses.ranks
             shares = (scores / scores.sum(dim=-1, keepdim=True)).unflatten(0, (rows, -1)).sum(dim=1) / length
             total = total + losses.balance * (counts * (scores.shape[1] / (self.top_k * length)) * shares).sum()

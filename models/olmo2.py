@@ -123,7 +123,7 @@ def sharding(config: Config) -> dict[str, str]:
         "layers.*.attention.w[qkv]": "column",
         "layers.*.attention.[qk]_norm": "features",
         "layers.*.attention.wo": "row",
-        "layers.*.attention_norm": "replicate",  # each rank normalises its slice of the sequence
+        "layers.*.attention_norm": "replicate",  # each rank normalises its slice of the tokens
         "layers.*.ffn_input": "sequence",
         "layers.*.ffn.w[13]": "column",
         "layers.*.ffn.w2": "row",

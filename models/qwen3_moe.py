@@ -113,7 +113,7 @@ def sharding(config: Config) -> dict[str, str]:
         "layers.*.attention.w[qkv]": "column",
         "layers.*.attention.[qk]_norm": "replicate",  # each rank normalises its own heads
         "layers.*.attention.wo": "row",
-        "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the sequence
+        "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the tokens
         "layers.*.ffn.router": "replicate",
         "layers.*.ffn.experts": "experts",
         "head.norm": "sequence",

@@ -6,7 +6,7 @@ compute the same one after the other, take their place: so the graphs, and what 
 
 from collections import Counter
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -27,25 +27,44 @@ from titanlite.parallel import tensor
 from titanlite.registry.family import family_of
 
 TP = {"tp": 2}
+COMPILED = {"enable": True, "components": ["model"]}
 GATHER, SUM = "symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"
+SCALED_SUM = "symm_mem.fused_scaled_matmul_reduce_scatter.default"
+PLAIN_GATHER = "_c10d_functional.all_gather_into_tensor.default"
+PLAIN_SUM = "_c10d_functional.reduce_scatter_tensor.default"
+_ATEN = torch.ops.aten
+OFF = {"_micro_pipeline_tp": False, "post_grad_custom_pre_pass": None}
+COPIES = (_ATEN.cat.default, _ATEN.clone.default, _ATEN.copy.default)
 _STAND_INS = {
     "fused_all_gather_matmul": symmetric._fused_all_gather_matmul_fallback,
     "fused_matmul_reduce_scatter": symmetric._fused_matmul_reduce_scatter_fallback,
+    "fused_all_gather_scaled_matmul": symmetric._fused_all_gather_scaled_matmul_fallback,
+    "fused_scaled_matmul_reduce_scatter": symmetric._fused_scaled_matmul_reduce_scatter_fallback,
 }
 
 
-def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor], list[Counter[str]]]:
-    """Loss and gradients of one step on two ranks, and what each graph does that has to do with communication."""
+class Graph(NamedTuple):
+    """What a compiled graph does that has to do with communication."""
+
+    operations: Counter[str]  # after the compiler's pass
+    copies: list[str]  # before it: operations that write all tokens' hidden states once more
+
+
+def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor], list[Graph]]:
+    """Loss and gradients of one step on two ranks, and the graphs of its blocks."""
     torch._dynamo.reset()
-    graphs: list[Counter[str]] = []
+    graphs: list[Graph] = []
+    hidden = config.training.local_batch_size * config.training.seq_len * family_of(config.model).config.dim
 
     def watched(graph: torch.fx.Graph) -> None:
+        copies = [node for node in graph.nodes if node.target in COPIES and node.meta["val"].numel() == hidden]
         micro_pipeline_tp_pass(graph)
-        graphs.append(Counter(str(node.target) for node in graph.nodes if node.op == "call_function"))
+        done = Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
+        graphs.append(Graph(done, [f"{node.target} {tuple(node.meta['val'].shape)}" for node in copies]))
 
     mesh = mesh_of(TP)
     with ExitStack() as stack:
-        stack.enter_context(inductor.patch(fx_graph_cache=False, _micro_pipeline_tp=False))
+        stack.enter_context(inductor.patch(fx_graph_cache=False, **OFF))
         stack.enter_context(functorch.patch(enable_autograd_cache=False))
         if config.parallelism.enable_async_tensor_parallel:
             library = stack.enter_context(operators._scoped_library("symm_mem", "IMPL"))
@@ -65,29 +84,46 @@ def _checked(name: str) -> None:
     assert name == mesh_of(TP).get_group("tp").group_name
 
 
-def run(pools: dict[int, Pool], overlap: bool) -> Any:
-    config = config_of(
-        TP,
-        parallelism={"tensor_parallel_degree": 2, "enable_async_tensor_parallel": overlap},
-        compile={"enable": overlap, "components": ["model"]},
-    )
+def run(pools: dict[int, Pool], overlap: bool, batch: int, **sections: dict[str, Any]) -> Any:
+    sections["training"] = {"global_batch_size": batch, "local_batch_size": batch} | sections.get("training", {})
+    parallelism = {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": overlap}
+    config = config_of(TP, parallelism=parallelism, **sections)
     return pools[2].run("tests.distributed.test_async_tensor_parallel:gradients", config=config)[0]
 
 
 @pytest.mark.slow  # inductor
-def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pools):
-    plain_loss, plain, _ = run(pools, False)
-    loss, found, graphs = run(pools, True)
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pools, batch):
+    plain_loss, plain, _ = run(pools, False, batch)
+    loss, found, graphs = run(pools, True, batch, compile=COMPILED)
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     for name, gradient in plain.items():
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-    block = next(graph for graph in graphs if graph[SUM])
-    # a block's forward pass: each of two sublayers gathers for its first products and adds up its last one, all overlapped
-    assert (block[GATHER], block[SUM]) == (2, 2)
-    assert not any("_c10d_functional" in operation for operation in block)
-    # its backward pass gathers the gradients of the two sums into the products that need them
-    backward = [graph for graph in graphs if graph[GATHER] and not graph[SUM]]
-    assert backward and all(graph[GATHER] >= 2 for graph in backward)
+    forward, backward = graphs  # of all blocks
+    assert (forward.copies, backward.copies) == ([], [])
+    # the forward pass: each of two sublayers gathers for its first products and adds up its last one, all overlapped
+    assert (forward.operations[GATHER], forward.operations[SUM]) == (2, 2)
+    assert not any("_c10d_functional" in operation for operation in forward.operations)
+    # the backward pass gathers the gradients of the two sums into the products that need them; its own sums are of several
+    assert (backward.operations[GATHER], backward.operations[SUM], backward.operations[PLAIN_SUM]) == (2, 0, 2)
+    assert not backward.operations[PLAIN_GATHER]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "batch"), [("tensorwise", 1), ("rowwise", 2), ("rowwise_with_gw_hp", 1)])
+def test_with_float8_it_overlaps_the_sums_of_the_forward_pass(pools, recipe, batch):
+    """Both runs are compiled: without the compiler, values are rounded to bfloat16 in other places."""
+    sections = {
+        "training": {"mixed_precision_param": "bfloat16"},
+        "float8": {"enable": True, "recipe_name": recipe},  # not emulated: what the pass matches are float8 matmuls
+        "compile": COMPILED,
+    }
+    plain_loss, plain, _ = run(pools, False, batch, **sections)
+    loss, found, (forward, backward) = run(pools, True, batch, **sections)
+    assert loss == plain_loss and all(torch.equal(found[name], gradient) for name, gradient in plain.items())
+    assert (forward.operations[SCALED_SUM], forward.operations[PLAIN_SUM]) == (2, 0)
+    # not overlapped: layers cast what they have received, and other products than the sum's last one are in between
+    assert (forward.operations[PLAIN_GATHER], backward.operations[PLAIN_GATHER], backward.operations[PLAIN_SUM]) == (2, 2, 2)
 
 
 def test_without_it_the_pass_stays_off(pools):
@@ -95,6 +131,6 @@ def test_without_it_the_pass_stays_off(pools):
 
 
 def stays_off() -> None:
-    with inductor.patch(_micro_pipeline_tp=True):  # as a model before this one in the process would leave it
+    with inductor.patch(_micro_pipeline_tp=True, post_grad_custom_pre_pass=print):  # as a model before this one leaves them
         tensor.overlap_tensor_parallel(False, mesh_of(TP)["tp"])
-        assert inductor._micro_pipeline_tp is False
+        assert {name: getattr(inductor, name) for name in OFF} == OFF

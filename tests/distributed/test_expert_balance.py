@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.moe import routers_of
-from tests.distributed.scenarios import CPU, MODES, config_of, mesh_of, rank_batches
+from tests.distributed.mixtures import MARGIN
+from tests.distributed.scenarios import CPU, MODES, config_of, degrees_of, mesh_of, rank_batches
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
 from titanlite.optim.balance import routing
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import ranks_of
-from titanlite.verify.compare import begin, follow
+from titanlite.verify.compare import begin, compare, follow
 
 HERE = "tests.distributed.test_expert_balance"
 STEPS = 4
@@ -70,6 +71,25 @@ def test_counts_and_biases_are_exactly_those_of_one_process(pools, expected, cel
     for found in pools[ranks_of(degrees)].run(f"{HERE}:balanced", degrees=degrees, config=config):
         assert all(map(torch.equal, found.counts, expected.counts))
         assert all(map(torch.equal, found.biases, expected.biases))
+
+
+CROSSING = {"tp 2": 3, "tp 4": 2, "context 2 x tp 2": 3}  # mesh: sequences of a microbatch, which slices of tokens cross
+
+
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
+@pytest.mark.parametrize("mesh", slow_but(["tp 2"], CROSSING))
+def test_the_balance_losses_of_sequences_that_slices_cross_are_those_of_one_process(pools, mesh, compiled):
+    batch = CROSSING[mesh]
+    training = {"steps": STEPS, "global_batch_size": batch, "local_batch_size": batch}
+    sections = {"model": {"name": "tests.tiny_moe"}, "training": training, "moe": {"balance_loss": 0.42}}
+    config = config_of({}, "plain", **sections)
+    expected, margin = pools[1].run("tests.distributed.mixtures:with_margin", degrees={}, config=config)[0]
+    assert margin > MARGIN
+    degrees = degrees_of(mesh)
+    config = config_of(degrees, "plain", **sections, compile=COMPILED if compiled else {})
+    pool = pools[ranks_of(degrees)]
+    found, _ = pool.run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0]
+    assert [str(each) for each in compare(found, expected).excessive] == []
 
 
 def recorded(degrees: dict[str, int], config: Config) -> tuple[list[dict[str, Any]], list[list[int]]]:

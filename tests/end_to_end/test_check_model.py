@@ -126,6 +126,12 @@ def test_what_the_last_pattern_catches_is_listed():
     assert row.texts[0].startswith('"*" gives Normal(') and row.texts[0].endswith("layers.*.ffn.w3.weight, head.output.weight")
 
 
+def test_rows_of_a_slice_that_a_model_takes_for_sequences_are_found(pooled):
+    rows = table("tests.forks.one_row_of_positions", "tp 2", "replicate 2")
+    assert list(failed(rows)) == ["tp 2"]
+    assert rows["tp 2"].texts[0].startswith("the gradient of positions.weight differs by")
+
+
 def test_a_graph_break_is_told_with_the_line(pooled):
     rows = table("tests.forks.graph_break", COMPILED)
     assert list(failed(rows)) == ["compile"]

@@ -142,6 +142,8 @@ def test_a_gpu_that_knows_the_recipe_needs_no_emulation(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert faults(config_of({"emulate": False}, training=HALF)) == []
+    overlapped = {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}
+    assert faults(config_of({"emulate": False}, training=HALF, parallelism=overlapped, compile={"enable": True})) == []
     (fault,) = faults(config_of({"emulate": False, "recipe_name": "rowwise"}, training=HALF))
     assert "compute capability 9.0" in fault
     (fault,) = faults(config_of({"emulate": False}))

@@ -204,7 +204,7 @@ class Parallelism(Section):
     gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces all once a step."""
     enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
     """Overlap the collectives of tensor parallelism with the adjacent matmuls, through symmetric memory. CUDA only,
-    within one NVLink domain; the compiler does it, so it needs compile.enable."""
+    within one NVLink domain; the compiler does it, so it needs compile.enable. With float8, reduce-scatters alone."""
     cpu_offload: Annotated[bool, EffectiveWhen(CUDA)] = False
     """Keep parameters, gradients and optimizer state in CPU memory and move one block at a time to the GPU. CUDA only."""
 

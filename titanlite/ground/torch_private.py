@@ -8,6 +8,7 @@ models/torch_private.py has those of the model families. A name of `NAMES` is im
 Its module is loaded at that moment, and not with this file, since some take a second.
 """
 
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,8 @@ NAMES = {
     "get_compilation_metrics": Name("torch._dynamo.utils:get_compilation_metrics", "the cause of each"),
     "partitioner": Name("torch._functorch:config", "activation_checkpoint.memory_budget"),
     "inductor_config": Name("torch._inductor:config", "switches async TP on, whose option is private too"),
+    "CustomGraphPass": Name("torch._inductor.custom_graph_pass:CustomGraphPass", "a pass of ours before that of async TP"),
+    "get_hash_for_files": Name("torch._inductor.custom_graph_pass:get_hash_for_files", "its part of the compiler's cache key"),
     "shapes_config": Name("torch.fx.experimental:_config", "kernels for matrices of any shape"),
     "get_cpp_compiler": Name("torch._inductor.cpp_builder:get_cpp_compiler", "whether inductor finds a C++ compiler"),
     "InvalidCxxCompiler": Name("torch._inductor.exc:InvalidCxxCompiler", "says that it finds none"),
@@ -109,6 +112,7 @@ ATTRIBUTES = (
     Name(f"{_FSDP}._fsdp_common:ShardPlacementResult", "mesh_per_parameter", ("2.13",)),
     Name("torch._functorch.config:unsafe_treat_script_objects_as_zero_size", "set_memory_budget", ("2.13",)),
     Name("torch._inductor.config:_micro_pipeline_tp", "set_async_tensor_parallel"),
+    Name("torch._inductor.config:post_grad_custom_pre_pass", "set_async_tensor_parallel"),
     Name("torch.distributed.pipelining.schedules:_wait_batch_p2p", "bounded_waits"),
     Name("torch.distributed:ProcessGroup._get_backend", "bounded_waits"),
     Name("torch.distributed:ProcessGroupGloo.Options._timeout", "bounded_waits"),
@@ -234,8 +238,17 @@ def set_memory_budget(share: float) -> None:
         partitioner.unsafe_treat_script_objects_as_zero_size = True
 
 
-def set_async_tensor_parallel(enable: bool) -> None:
-    resolve(NAMES["inductor_config"].path)._micro_pipeline_tp = enable
+def set_async_tensor_parallel(enable: bool, before: Callable[[torch.fx.Graph], None]) -> None:
+    """Switches the compiler's pass of async TP on or off, and a function that changes each graph before it."""
+    config = resolve(NAMES["inductor_config"].path)
+    config._micro_pipeline_tp = enable
+    config.post_grad_custom_pre_pass = _graph_pass(before) if enable else None
+
+
+def _graph_pass(function: Callable[[torch.fx.Graph], None]) -> Any:
+    key = resolve(NAMES["get_hash_for_files"].path)((inspect.getfile(function),))
+    methods = {"__call__": lambda self, graph: function(graph), "uuid": lambda self: key}
+    return type("GraphPass", (resolve(NAMES["CustomGraphPass"].path),), methods)()
 
 
 # ---------------------------------------------------------------------------------------------------------------- pipelines

@@ -42,7 +42,7 @@ def begin_training(
     model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
     if routers_of(model):
         batch, together = config.global_batch(data_degree(mesh)), stage_group(mesh)
-        balance.balance_experts(model, config, batch, sequence_mesh(mesh), together)
+        balance.balance_experts(model, config, batch, sequence_mesh(mesh), mesh["tp"], together)
     at(0, "creating the optimizer state")
     optimizer = build_optimizer(model, config.optimizer, DTYPES[precision], group=stage_group(mesh))
     loss_scale = LossScale(device) if precision == "float16" else None

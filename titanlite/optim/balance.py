@@ -18,20 +18,26 @@ from titanlite.ground.torch_private import resolve_process_group
 
 
 def balance_experts(
-    model: nn.Module, config: Config, sequences: int, split: DeviceMesh, together: dist.ProcessGroup | None = None
+    model: nn.Module,
+    config: Config,
+    sequences: int,
+    split: DeviceMesh,
+    tp: DeviceMesh,
+    together: dist.ProcessGroup | None = None,
 ) -> None:
     """Gives the routers of a model with memory what training wants of them.
 
-    sequences: of a global batch. split: the ranks among which each of them is split, one dimension. together: the ranks that
-    have the same routers; None: all.
+    sequences: of a global batch. split: the ranks among which those of a microbatch are split, one dimension, of which `tp` is
+    a part. together: the ranks that have the same routers; None: all.
     """
     moe, group_name = config.moe, split.get_group().group_name if split.size() > 1 else ""
     balance, z = moe.balance_loss / sequences, moe.router_z_loss / (sequences * config.training.seq_len)
     for each in (model, *(stage.part for stage in getattr(getattr(model, "pipeline", None), "stages", ()))):
         each.routers = routers_of(each)  # a list, so that they stay the modules of their blocks
         each.router_ranks = together
+    losses = RouterLosses(balance, z, split.size(), group_name, tp.size(), tp.get_local_rank())
     for router in _counting(model):
-        router.losses = RouterLosses(balance, z, split.size(), group_name) if balance or z else None
+        router.losses = losses if balance or z else None
         router.bias_update_speed = moe.bias_update_speed
         router.counts = torch.zeros(len(router.weight), dtype=torch.int64, device=router.weight.device)
         router.step_counts = router.counts.clone()

@@ -1,7 +1,9 @@
 """Tensor and sequence parallelism: what the names of a sharding table mean, and their faults.
 
-Between modules flow plain local tensors: (batch, seq / tp, dim) on the residual path, (batch, seq, heads / tp, ...) inside
-attention. Splitting the sequence outside of the matrices is sequence parallelism (Korthikanti et al., arXiv:2205.05198).
+Between modules flow plain local tensors: slices (batch, seq / tp, dim) on the residual path, (batch, seq, heads / tp, ...)
+inside attention. Splitting the tokens outside of the matrices is sequence parallelism (Korthikanti et al., arXiv:2205.05198).
+A rank's slice is a run of the microbatch's tokens, one sequence after the other, in the shape of a part of each sequence.
+Collectives join the ranks' buffers one after the other, so a part of each sequence would be copied before and after each.
 All redistributions are synchronous: an AsyncCollectiveTensor that enters a compiled block loses its gradient.
 """
 
@@ -9,20 +11,27 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.fx import Graph
 
 from models.decoder import Decoder
 from models.moe import Experts
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import enable_symm_mem_for_group, has_parameters, set_async_tensor_parallel
+from titanlite.ground.torch_private import (
+    collectives,
+    enable_symm_mem_for_group,
+    has_parameters,
+    set_async_tensor_parallel,
+)
 from titanlite.registry.family import Family
 from titanlite.transforms.float8 import linear_layers
 from titanlite.transforms.parameters import every_layer, match_table, tie
 
-_SEQUENCE = 1  # the dimension of (batch, seq, ...) that sequence parallelism splits
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 class Style(NamedTuple):
@@ -48,7 +57,8 @@ def _wrap_features(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
 
 
 def _wrap_tokens(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
-    return DTensor.from_local(x, tp, [Replicate()], run_check=False)
+    # as the slices of all ranks, one after the other: (batch x tp, seq / tp)
+    return DTensor.from_local(x.unflatten(1, (tp.size(), -1)).flatten(0, 1), tp, [Replicate()], run_check=False)
 
 
 def _wrap_local(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
@@ -60,29 +70,32 @@ def _unwrap_local(x: DTensor, tp: DeviceMesh) -> Tensor:
     return x if x.placements[0].is_replicate() else x.to_local()  # a gathered sequence stays gathered
 
 
-def _scatter_sequence(x: DTensor, tp: DeviceMesh) -> Tensor:
-    return x.redistribute(tp, [Shard(_SEQUENCE)]).to_local()
+def _scatter_tokens(x: DTensor, tp: DeviceMesh) -> Tensor:
+    # (batch x seq, ...): what the compiler's pass of async TP matches has two dimensions
+    flat: Any = x.flatten(0, 1)
+    return flat.redistribute(tp, [Shard(0)]).to_local().unflatten(0, (x.shape[0], -1))
 
 
 def _scatter_embedded(x: DTensor, tp: DeviceMesh) -> Tensor:
     # FSDP registers its backward hook on the output, and warns of views, whose hook an in-place operation would drop
-    return _scatter_sequence(x, tp).clone()
+    return x.redistribute(tp, [Shard(0)]).to_local().clone()
 
 
-def _gather_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
-    return DTensor.from_local(x, tp, [Shard(_SEQUENCE)], run_check=False).redistribute(tp, [Replicate()])
+def _gather_tokens(x: Tensor, tp: DeviceMesh) -> Tensor:
+    flat = DTensor.from_local(x.flatten(0, 1), tp, [Shard(0)], run_check=False)
+    return flat.redistribute(tp, [Replicate()]).unflatten(0, (x.shape[0], -1))
 
 
 STYLES: dict[str, Style] = {
     # Linear, output features split; reads the whole sequence, returns this rank's features
     "column": Style(Shard(0), Shard(0), (nn.Linear,), before=_expect_gathered, after=lambda x, tp: x.to_local()),
-    # Linear, input features split; reads this rank's features, sums over ranks, returns this rank's slice of the sequence
-    "row": Style(Shard(1), Replicate(), (nn.Linear,), before=_wrap_features, after=_scatter_sequence),
+    # Linear, input features split; reads this rank's features, sums over ranks, returns this rank's slice of the tokens
+    "row": Style(Shard(1), Replicate(), (nn.Linear,), before=_wrap_features, after=_scatter_tokens),
     # Embedding or output projection, vocabulary split, evenly or not
     "vocab": Style(Shard(0), Shard(0), (nn.Linear, nn.Embedding)),
-    # works on this rank's slice of the sequence with whole weights, and returns the gathered sequence
-    "sequence": Style(Replicate(), Replicate(), after=_gather_sequence),
-    # whole weights, applied to this rank's heads or its slice of the sequence; gradients are summed over ranks
+    # works on this rank's slice of the tokens with whole weights, and returns the gathered sequence
+    "sequence": Style(Replicate(), Replicate(), after=_gather_tokens),
+    # whole weights, applied to this rank's heads or its slice of the tokens; gradients are summed over ranks
     "replicate": Style(Replicate(), Replicate()),
     # the same for the experts of an MoE layer, unless expert parallelism has split them
     "experts": Style(Replicate(), Replicate(), (Experts,)),
@@ -158,11 +171,28 @@ def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
     Its pass matches these patterns in each graph ("async TP"; one setting a process). Where several matrices read a gathered
     sequence, the backward pass sums their results, which does not match, and stays as it is.
     """
-    set_async_tensor_parallel(enable)
+    set_async_tensor_parallel(enable, read_flat)
     if enable:
         with warnings.catch_warnings():  # 2.13 deprecates the call, and its own pass still requires it
             warnings.simplefilter("ignore", FutureWarning)
             enable_symm_mem_for_group(tp.get_group().group_name)
+
+
+def read_flat(graph: Graph) -> None:
+    """What reads a collective's result in its own shape, by way of other views, reads the result itself.
+
+    Gathered tokens are flat, as matmuls read them, and modules see a view (batch, seq, dim) in between. The compiler drops such
+    a detour where one operation takes it; where several do, its pass of async TP finds no matmul behind the view.
+    """
+    for node in graph.nodes:
+        source = node
+        while source.target in _VIEWS:
+            source = source.args[0]
+        if source.target is not collectives.wait_tensor.default or source is node:
+            continue
+        if source.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(source)
+    graph.eliminate_dead_code()
 
 
 # ------------------------------------------------------------------------------------------------------------------ the check

@@ -84,7 +84,6 @@ def measure_weights(model: nn.Module) -> None:
 _GATHER = "float8.enable_fsdp_float8_all_gather = true"
 _CONFLICTS: tuple[Conflict, ...] = (
     ("float8.enable = true", "lora.enable = true", "adapters do not multiply in float8; set one of them to false"),
-    ("parallelism.enable_async_tensor_parallel = true", "float8.enable = true", "not tested together; set one to false"),
     ("float8.enable = true", 'float8.emulate = false and training.mixed_precision_param != "bfloat16"', 'use "bfloat16"'),
     ("float8.enable = true", 'training.mixed_precision_param = "float16" and float8.emulate = true', 'use "bfloat16"'),
     (_GATHER, 'float8.recipe_name != "tensorwise"', 'a row has no scale before the gather; use "tensorwise"'),

@@ -31,7 +31,7 @@ from titanlite.ground.torch_private import AnyDropout
 from titanlite.launch.local_ranks import describe_error
 from titanlite.loop.loss import sequence_of
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, parts_of
 from titanlite.registry.family import Family, family_of
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
@@ -159,7 +159,9 @@ def _builder(
 ) -> Callable[[], Run]:
     config = small_config(model)
     if degrees:
-        config = replaced(config, training={"local_batch_size": 1})  # several microbatches on each mesh
+        # Several microbatches on each mesh. Under tensor parallelism they have several rows, which on slices are no sequences.
+        rows = GLOBAL_BATCH // 2 if degrees.get("tp", 1) > 1 and parts_of(degrees) == 1 else 1
+        config = replaced(config, training={"local_batch_size": rows})
     config = replaced(on_mesh(config, degrees, GLOBAL_BATCH), **sections)
 
     def build() -> Run:

@@ -24,7 +24,7 @@ class RoutedExperts(nn.Module):
         """The weights and numbers of the experts of each token, (tokens, TOP_K) each. x: (tokens, dim)."""
         return self.router(x).softmax(dim=-1, dtype=torch.float32).topk(TOP_K)
 
-    def forward(self, x: Tensor) -> Tensor:  # this rank's slice of the sequence -> the same
+    def forward(self, x: Tensor) -> Tensor:  # this rank's slice of the tokens -> the same
         tokens = x.flatten(0, 1)
         weights, chosen = self.route(tokens)
         return self.experts(tokens, weights, chosen).view_as(x)
@@ -41,7 +41,7 @@ def sharding(config: Config) -> dict[str, str]:
     of_llama = {pattern: style for pattern, style in llama3.sharding(config).items() if ".ffn" not in pattern}
     return {
         **of_llama,
-        "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the sequence
+        "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the tokens
         "layers.*.ffn.router": "replicate",
         "layers.*.ffn.experts": "experts",
     }
