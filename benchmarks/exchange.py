@@ -1,6 +1,6 @@
 """What expert parallelism sends for a token and MoE layer in a step: `python -m benchmarks.exchange`.
 
-Before (until commit 5949028) each of a token's experts got a message; now each rank that has experts of the token does. These are
+Before (until commit 5949028) each of a token's experts got a message; now each rank that has experts for it does. These are
 averages over tokens that choose evenly, by `titanlite/plan/experts.py`, in bfloat16; what stays on a token's rank counts.
 """
 

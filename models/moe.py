@@ -94,6 +94,45 @@ class _Aside(torch.autograd.Function):
         return gradients, None
 
 
+def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
+    """The matmul of two bfloat16 matrices on CUDA, added up and returned in float32: tensor cores round no product."""
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+class _WideLinear(torch.autograd.Function):
+    """x @ weight.T in float32, of bfloat16 x (tokens, dim) and weight (experts, dim) on CUDA, at the speed of tensor cores.
+
+    Float32 matmuls have a 15th of their speed. Only the gradient of the result does not fit bfloat16, so it becomes a sum of
+    two bfloat16 numbers: 2e-6 from float32, below what rounding to bfloat16 at the end adds (1.7e-3; benchmarks/NOTES.md).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _wide_mm(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        high = gradients.to(x.dtype)
+        low = (gradients - high).to(x.dtype)
+        both = torch.cat((high, low), dim=1)  # (tokens, 2 experts)
+        to_x = to_weight = None
+        if ctx.needs_input_grad[0]:
+            to_x = _wide_mm(both, torch.cat((weight, weight))).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            to_weight = _wide_mm(both.t(), x).unflatten(0, (2, -1)).sum(dim=0).to(weight.dtype)
+        return to_x, to_weight
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer in float32 -> (tokens, experts)."""
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+        logits = _WideLinear.apply(x, weight)
+        return logits if bias is None else logits + bias.float()
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of shared experts: one for all layers, so that their memory is used again."""
@@ -176,8 +215,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (batch, seq, dim) -> two of (batch x seq, top_k)
         """The weights, float32, and the numbers of the experts. In float32, since a rounded score can change the choice."""
-        added = None if self.logit_bias is None else local_weight(self.logit_bias).float()
-        logits = F.linear(x.flatten(0, 1).float(), local_weight(self.weight).float(), added)
+        bias = None if self.logit_bias is None else local_weight(self.logit_bias)
+        logits = _wide_linear(x.flatten(0, 1), local_weight(self.weight), bias)
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
         chosen = self.choose(scores.detach())
         weights = scores.gather(1, chosen)

@@ -112,10 +112,11 @@ def training_rows(
 ) -> list[list[str]]:
     """A header and a row for each training run of a part. headroom: of `_headroom`."""
     header = ["run", "tokens/s a GPU", "MFU PaLM", "MFU causal", "PaLM / matmul", "peak GiB", "estimate GiB", "apart"]
-    rows = [[*header, "start s", "first step s", "recompiled", "status"]]
+    rows = [[*header, "compiled GiB", "fits", "start s", "first step s", "recompiled", "status"]]
     for name, result in runs.items():
         f = result.get("figures", {})
-        estimate = estimates.get(f"{part}/{name}", {}).get("total")
+        predicted = estimates.get(f"{part}/{name}", {})
+        estimate, fits = predicted.get("total"), predicted.get("fits")
         apart = _apart(f"{part}/{name}", {f"{part}/{name}": result}, estimates)
         rows.append(
             [
@@ -127,6 +128,8 @@ def training_rows(
                 _shown(f.get("peak_memory_gib"), "{:.2f}"),
                 _shown(estimate, "{:.2f}"),
                 _shown(apart, "{:+.1%}"),
+                _shown(predicted.get("compiled"), "{:.2f}"),
+                "-" if fits is None else "fits" if fits else "does not",
                 _shown(f.get("startup_seconds"), "{:.1f}"),
                 _shown(f.get("first_step_seconds"), "{:.1f}"),
                 _shown(f.get("recompilations"), "{}"),
@@ -160,6 +163,16 @@ def _details(name: str, result: Result) -> list[str]:
         costs = [[f"`{each[:80]}`", f"{time / 1e3:.2f}", f"{time / whole:.1%}", str(n)] for each, time, n in f["largest"]]
         found += ["", markdown([["kind", "ms", "of all kernels"], *kinds])] if kinds else []
         found += ["", markdown([["the largest", "ms", "of all", "calls"], *costs])]
+    if "router" in f:
+        pairs = [
+            [operation, case, f"{ms['before']:.2f}", f"{ms['after']:.2f}"]
+            for operation in ("router", "block mask")
+            for case, ms in f[operation].items()
+        ]
+        sizes = f["head chunks"].values()
+        chunks = [[str(row["chunk"]), f"{row['milliseconds']:.1f}", f"{row['peak_bytes'] / 2**30:.2f}"] for row in sizes]
+        found += ["", markdown([["operation", "case", "ms before", "ms after"], *pairs])]
+        found += ["", markdown([["tokens of a chunk of the head", "ms", "peak GiB"], *chunks])]
     if "contestants" in f:
         found += ["", markdown(table(f))]
         found += [f"\nNot measured: {peer}: {why}" for peer, why in (f["left_out"] | f["failed"]).items()]

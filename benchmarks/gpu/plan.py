@@ -12,9 +12,11 @@ class Run(NamedTuple):
     name: str
     kind: str  # a key of KINDS in runs.py
     seconds: int  # its limit, several times what is expected
+    expected: int  # seconds on one H200, reckoned: start, compilation, steps
     config: str = ""  # a training run's recipe, ...
     options: Options = {}  # noqa: RUF012  ... and its options; of another kind the words in "words"
     needs: tuple[str, ...] = ()  # packages without which it is left out
+    gpus: int = 1  # with fewer it is left out
 
 
 class Part(NamedTuple):
@@ -61,17 +63,24 @@ TRACED_STEP = 10  # of a run of kind "trace"
 
 _8B: Options = {"training.dtype": "bfloat16"}
 _8K: Options = _8B | {"training.seq_len": 8192}
+_BUDGET: Options = {"activation_checkpoint.memory_budget": 0.8}
+_LOWER_BUDGET: Options = {"activation_checkpoint.memory_budget": 0.5}
+_ADAPTERS: Options = {"lora.enable": True, "lora.modules": '["layers.*.attention.*"]'}
+_TP: Options = {"parallelism.tensor_parallel_degree": 2}
+_ASYNC: Options = {"parallelism.enable_async_tensor_parallel": True}
+_EP: Options = {"parallelism.expert_parallel_degree": 2}
+_AHEAD: Options = {"parallelism.fsdp_prefetch": 2}
 _TENSORWISE, _ROWWISE = ({"float8.enable": True, "float8.recipe_name": name} for name in ("tensorwise", "rowwise"))
 
 
-def _train(name: str, config: str, batch: int, mode: str, options: Options = {}, **more: Any) -> Run:  # noqa: B006
+def _train(name: str, expected: int, config: str, batch: int, mode: str, options: Options = {}, **more: Any) -> Run:  # noqa: B006
     sizes = {"training.local_batch_size": batch, "activation_checkpoint.mode": mode}
-    return Run(name, more.pop("kind", "train"), 180, config, options | sizes, **more)
+    return Run(name, more.pop("kind", "train"), 180, expected, config, options | sizes, **more)
 
 
 def _beside(peer: str, *needs: str) -> Run:
     words = "--model llama3:8b --seq 4096 --batch 4 --precision bfloat16-pure --recompute full --check-steps 3 --no-warm"
-    return Run(peer, "throughput", 500, options={"words": f"{words} --rounds 2 --steps 5 --peers {peer}"}, needs=needs)
+    return Run(peer, "throughput", 500, 180, options={"words": f"{words} --rounds 2 --steps 5 --peers {peer}"}, needs=needs)
 
 
 PARTS = (
@@ -80,84 +89,107 @@ PARTS = (
         "Does it run, and what can this GPU do? A failure here explains those below.",
         420,
         (
-            Run("environment", "device", 120),
-            Run("debug recipe", "train", 120, "llama_debug", {"training.seq_len": 256, "training.steps": 20}),
-            Run("tests", "tests", 300),
+            Run("environment", "device", 120, 20),
+            Run("debug recipe", "train", 120, 40, "llama_debug", {"training.seq_len": 256, "training.steps": 20}),
+            Run("tests", "tests", 300, 150),
         ),
     ),
     Part(
         "8b",
-        "8B with bfloat16 parameters: the headline; the recipe's batch and recomputation; the order of attention kernels.",
+        "8B with bfloat16 parameters: the headline; what recomputation saves and costs; the order of attention kernels.",
         1200,
         (
-            _train("4k batch 4", "llama_8b", 4, "none", _8B),
-            _train("4k batch 4 flash", "llama_8b", 4, "none", _8B | {"model.attention": "flash"}),
-            _train("4k batch 5", "llama_8b", 5, "none", _8B),
-            _train("4k batch 6", "llama_8b", 6, "none", _8B),
-            _train("8k batch 2", "llama_8b", 2, "none", _8K),
-            _train("4k batch 6 selective", "llama_8b", 6, "selective", _8B),
-            _train("4k batch 8 full", "llama_8b", 8, "full", _8B),
-            _train("8k batch 3 selective", "llama_8b", 3, "selective", _8K),
-            _train("4k batch 4 compensated", "llama_8b", 4, "none", _8B | {"optimizer.rounding": "compensated"}),
+            _train("4k batch 4", 90, "llama_8b", 4, "none", _8B),
+            _train("4k batch 5 memory_budget", 75, "llama_8b", 5, "memory_budget", _8B | _BUDGET),
+            _train("4k batch 6 memory_budget", 75, "llama_8b", 6, "memory_budget", _8B | _LOWER_BUDGET),
+            _train("8k batch 2", 70, "llama_8b", 2, "none", _8K),
+            _train("4k batch 4 selective", 65, "llama_8b", 4, "selective", _8B),
+            _train("4k batch 4 full", 65, "llama_8b", 4, "full", _8B),
+            _train("4k batch 4 flash", 65, "llama_8b", 4, "none", _8B | {"model.attention": "flash"}),
+            _train("4k batch 8 selective", 85, "llama_8b", 8, "selective", _8B),
         ),
     ),
     Part(
-        "8b-float32",
-        "Does 8B with float32 masters fit one GPU?",
-        360,
-        (_train("4k batch 2 full", "llama_8b", 2, "full"), _train("4k batch 1 full", "llama_8b", 1, "full")),
-    ),
-    Part(
-        "1b-3b",
-        "Do the recipes of 1B and 3B need recomputation?",
-        600,
-        (
-            _train("1b batch 8 none", "llama_1b", 8, "none"),
-            _train("1b batch 8 selective", "llama_1b", 8, "selective"),
-            _train("3b batch 4 none", "llama_3b", 4, "none"),
-            _train("3b batch 4 selective", "llama_3b", 4, "selective"),
-        ),
+        "operations",
+        "Before and after in one process: routers in float32 and on tensor cores, softcaps and sinks without and with a block "
+        "mask, sizes of the head's chunks.",
+        180,
+        (Run("operations", "operations", 180, 60),),
     ),
     Part(
         "costs",
         "Where the time of the headline's step goes: what to work on next.",
         240,
-        (_train("8b 4k batch 4", "llama_8b", 4, "none", _8B, kind="trace"),),
+        (_train("8b 4k batch 4", 80, "llama_8b", 4, "none", _8B, kind="trace"),),
+    ),
+    Part(
+        "moe",
+        "MoE models and softcaps on one GPU: adapters, since 30 B parameters with gradients and moments do not fit.",
+        540,
+        (
+            _train("qwen3 30b-a3b adapters", 120, "qwen3_30b_a3b", 2, "selective", _8B | _ADAPTERS),
+            _train("gpt-oss 20b adapters", 100, "gpt_oss_20b", 2, "selective", _8B | _ADAPTERS),
+            _train("gemma 2 9b", 90, "gemma3_12b", 1, "selective", _8B | {"model.flavor": "2-9b"}),
+        ),
+    ),
+    Part(
+        "8b-float32",
+        "Does 8B with float32 masters fit one GPU, as estimated?",
+        180,
+        (_train("4k batch 2 full", 85, "llama_8b", 2, "full"),),
+    ),
+    Part(
+        "1b-3b",
+        "How fast are the recipes of 1B and 3B, which recompute nothing?",
+        360,
+        (_train("1b batch 8 none", 50, "llama_1b", 8, "none"), _train("3b batch 4 none", 55, "llama_3b", 4, "none")),
     ),
     Part(
         "float8",
         "What float8 gives.",
-        600,
+        360,
         (
-            _train("8k batch 2 tensorwise", "llama_8b", 2, "none", _8K | _TENSORWISE, needs=("torchao",)),
-            _train("8k batch 2 rowwise", "llama_8b", 2, "none", _8K | _ROWWISE, needs=("torchao",)),
-            _train("4k batch 4 tensorwise", "llama_8b", 4, "none", _8B | _TENSORWISE, needs=("torchao",)),
-            _train("4k batch 4 rowwise", "llama_8b", 4, "none", _8B | _ROWWISE, needs=("torchao",)),
+            _train("8k batch 2 tensorwise", 75, "llama_8b", 2, "none", _8K | _TENSORWISE, needs=("torchao",)),
+            _train("8k batch 2 rowwise", 75, "llama_8b", 2, "none", _8K | _ROWWISE, needs=("torchao",)),
         ),
     ),
     Part(
         "documents",
         "What FlexAttention's document masks cost.",
         240,
-        (_train("8b 4k batch 4", "llama_8b", 4, "none", _8B | {"training.document_mask": True}),),
+        (_train("8b 4k batch 4", 75, "llama_8b", 4, "none", _8B | {"training.document_mask": True}),),
     ),
     Part(
         "qwen",
         "Qwen 2.5 7B on short sequences.",
-        360,
-        (
-            _train("1k batch 16", "qwen3_8b", 16, "none", _8B | {"model.flavor": "2.5-7b", "training.seq_len": 1024}),
-            _train("1k batch 16 full", "qwen3_8b", 16, "full", _8B | {"model.flavor": "2.5-7b", "training.seq_len": 1024}),
-        ),
+        180,
+        (_train("1k batch 16", 65, "qwen3_8b", 16, "none", _8B | {"model.flavor": "2.5-7b", "training.seq_len": 1024}),),
     ),
-    Part("memory", "What titanlite estimate predicts for every run; needs no GPU.", 600, (Run("estimates", "estimates", 600),)),
+    Part(
+        "memory", "What titanlite estimate predicts for every run; needs no GPU.", 600, (Run("estimates", "estimates", 600, 0),)
+    ),
     Part(
         "peers",
         "The headline beside the peers that are installed.",
         1000,
         (_beside("hf", "transformers", "accelerate"), _beside("torchtitan", "torchtitan")),
     ),
+    Part(
+        "several-gpus",
+        "With --gpus 2: asynchronous tensor parallelism, the exchange of expert parallelism, and how far ahead it gathers.",
+        900,
+        (
+            _train("8b 4k batch 4 tp 2", 90, "llama_8b", 4, "selective", _8B | _TP, gpus=2),
+            _train("8b 4k batch 4 tp 2 async", 90, "llama_8b", 4, "selective", _8B | _TP | _ASYNC, gpus=2),
+            _train("olmoe batch 2", 90, "olmoe_7b", 2, "selective", _8B, gpus=2),
+            _train("olmoe batch 2 ep 2", 90, "olmoe_7b", 2, "selective", _8B | _EP, gpus=2),
+            _train("olmoe batch 2 ep 2 prefetch 2", 90, "olmoe_7b", 2, "selective", _8B | _EP | _AHEAD, gpus=2),
+        ),
+    ),
 )
+# Of one session of half an hour on one H200, with the estimates made before. What comes after it are other sessions.
+SECONDS = 1800
+OTHER_SESSIONS = ("peers", "several-gpus")
 
 _TOKENS, _MFU = "tokens_per_second_per_device", "mfu_palm"
 GOALS = (

@@ -57,6 +57,11 @@ def _estimates(run: Run, setting: RunIdentity) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu.estimates", f"{_FOLDER}/estimates.json", "--gpus", str(setting.gpus), *some]
 
 
+def _operations(run: Run, setting: RunIdentity) -> list[str]:
+    some = ["--rehearse"] if setting.rehearse else []
+    return [sys.executable, "-m", "benchmarks.gpu.operations", f"{_FOLDER}/operations.json", *some]
+
+
 def _throughput(run: Run, setting: RunIdentity) -> list[str]:
     tiny = "--device cpu --peers plain --model llama3:debug --vocab 512 --batch 1 --seq 32 --rounds 1 --steps 2 --no-warm"
     words = f"{tiny} --check-steps 2 --titanlite '--compile.enable false'" if setting.rehearse else run.options["words"]
@@ -140,6 +145,7 @@ KINDS = {
     "device": Kind(_device, _read_json("device.json")),
     "tests": Kind(_tests, read_tests),
     "estimates": Kind(_estimates, _read_json("estimates.json")),
+    "operations": Kind(_operations, _read_json("operations.json")),
     "throughput": Kind(_throughput, _read_json("throughput.json")),
 }
 
@@ -155,6 +161,8 @@ def carry_out(run: Run, part: str, setting: RunIdentity, seconds: float) -> dict
     missing = [name for name in run.needs if importlib.util.find_spec(name) is None]
     if missing and not setting.rehearse:
         return {"status": "left out", "reason": f"not installed: {', '.join(missing)}", "seconds": 0.0}
+    if setting.gpus < run.gpus:
+        return {"status": "left out", "reason": f"needs {run.gpus} GPUs: --gpus {run.gpus}", "seconds": 0.0}
     kind = KINDS[run.kind]
     folder = setting.work / part / run.name.replace(" ", "-")
     shutil.rmtree(folder, ignore_errors=True)

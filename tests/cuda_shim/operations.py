@@ -1,4 +1,4 @@
-"""The operations of a model on a pretended GPU, outside of a training step: generation with a cache, and the loss.
+"""The operations of parts of a model on a pretended GPU: generation with a cache, the loss, and the router of an MoE layer.
 
     LD_PRELOAD=noop_cuda.so python -m tests.cuda_shim.operations
 
@@ -18,6 +18,7 @@ pretend.install()
 
 from models.attention import Cache, SeqInfo  # noqa: E402  # after install
 from models.llama3 import FLAVORS, Model  # noqa: E402
+from models.moe import Router  # noqa: E402
 
 
 class _Operations(TorchDispatchMode):
@@ -35,7 +36,7 @@ class _Operations(TorchDispatchMode):
 def main() -> None:
     found = {}
     with torch.device("meta"):
-        model = Model(FLAVORS["debug"]).bfloat16()
+        model, router = Model(FLAVORS["debug"]).bfloat16(), Router(64, 8, 2, logit_bias=True).bfloat16()
     with FakeTensorMode(allow_non_fake_inputs=True), pretend.DEVICE:
         model.to_empty(device=pretend.DEVICE)
         cache = Cache()
@@ -49,6 +50,11 @@ def main() -> None:
         with _Operations() as operations:
             model.head(hidden, torch.zeros(1, 64, dtype=torch.int64))
         found["loss"] = operations.names
+        router.to_empty(device=pretend.DEVICE)
+        x = torch.zeros(1, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+        with _Operations() as operations:
+            router(x)[0].sum().backward()
+        found["router"] = operations.names
     print(json.dumps(found))
 
 

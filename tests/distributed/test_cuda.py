@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from models import llama3
 from models.attention import dense_mask
+from models.moe import _wide_linear
 from tests.distributed.scenarios import config_of, learnable_data
 from tests.tiny import FLAVORS
 from titanlite.config.schema import Config
@@ -100,6 +101,21 @@ def test_a_gpu_gives_the_first_weights_bit_for_bit_and_the_losses_of_a_cpu(devic
 def test_offload_to_the_cpu_changes_nothing():
     offloaded = trajectory("cuda", parallelism={"cpu_offload": True})
     assert compare(offloaded, trajectory("cuda")).equal
+
+
+@needs_cuda
+def test_a_router_of_bfloat16_matrices_has_the_logits_and_gradients_of_a_cpu():
+    x, weight, gradients = torch.randn(512, 256).bfloat16(), (torch.randn(64, 256) / 16).bfloat16(), torch.randn(512, 64)
+    results = {}
+    for device in ("cpu", "cuda"):
+        leaves = [tensor.to(device, copy=True).requires_grad_() for tensor in (x, weight)]
+        logits = _wide_linear(*leaves, None)
+        results[device] = [logits, *torch.autograd.grad(logits, leaves, gradients.to(device))]
+    on_cpu, on_gpu = results["cpu"], [tensor.cpu() for tensor in results["cuda"]]
+    torch.testing.assert_close(on_gpu[0], on_cpu[0], rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(on_gpu[1:], on_cpu[1:], strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine == theirs).float().mean() > 0.98
 
 
 # ------------------------------------------------------------------------------------------------ attention inside documents

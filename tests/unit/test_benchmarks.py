@@ -10,8 +10,11 @@ from benchmarks import curves, report, throughput
 from benchmarks.code_size import code_lines
 from benchmarks.curves import LAST, REFERENCE, ROOT, RUNS
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu.plan import PARTS, named, options_of, training_runs, words_of
+from benchmarks.gpu.estimates import estimate_gib
+from benchmarks.gpu.plan import OTHER_SESSIONS, PARTS, SECONDS, named, options_of, training_runs, words_of
+from benchmarks.gpu.runs import RunIdentity, carry_out
 from models import llama3
+from tests.repetitions import slow_but
 from titanlite.config.read import read_config
 from titanlite.loop.checks import check
 from titanlite.registry.family import Family
@@ -41,6 +44,35 @@ def test_every_training_run_for_gpus_is_a_valid_configuration(rehearse):
     for name, run in training_runs(PARTS).items():
         config = read_config(ROOT / "train_configs" / f"{run.config}.toml", words_of(options_of(run, rehearse)))
         assert config.model.flavor == "debug" or not rehearse, name
+
+
+def test_the_plan_for_a_gpu_takes_half_an_hour():
+    first = [run for part in PARTS if part.name not in OTHER_SESSIONS for run in part.runs]
+    assert all(run.expected <= run.seconds and run.gpus == 1 for run in first)
+    assert sum(run.expected for run in first) <= SECONDS
+    assert [part.name for part in PARTS][-len(OTHER_SESSIONS) :] == list(OTHER_SESSIONS), "they come last"
+
+
+_TRAINED = training_runs(PARTS)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", slow_but(("8b/4k batch 4", "8b/4k batch 8 selective"), _TRAINED))
+def test_every_training_run_for_gpus_fits_by_its_estimate(name):
+    found = estimate_gib(_TRAINED[name], 1, rehearse=False)
+    assert found["fits"], found
+
+
+def test_a_training_run_that_a_gpu_cannot_hold_is_found():
+    run = _TRAINED["8b/4k batch 4"]
+    found = estimate_gib(run._replace(options=run.options | {"training.local_batch_size": 6}), 1, rehearse=False)
+    assert not found["fits"] and found["compiled"] < found["total"], found
+
+
+def test_a_run_that_needs_more_gpus_is_left_out_and_says_so(tmp_path):
+    run = _TRAINED["several-gpus/olmoe batch 2"]
+    result = carry_out(run, "several-gpus", RunIdentity(tmp_path, 1, False), 1.0)
+    assert (result["status"], result["reason"]) == ("left out", "needs 2 GPUs: --gpus 2")
 
 
 def test_every_loss_curve_is_a_configuration_without_faults_and_the_report_has_its_mean(tmp_path, monkeypatch):
@@ -83,7 +115,7 @@ def test_throughput_measures_who_does_the_same_work_and_refuses_who_does_not(tmp
 @pytest.mark.timeout(600)
 def test_a_rehearsal_for_gpus_does_a_run_of_each_kind_and_writes_its_page(tmp_path):
     """The whole rehearsal takes five minutes on two cores; here are the parts that have every kind of run."""
-    parts = ["start", "costs", "documents", "memory", "peers"]
+    parts = ["start", "operations", "costs", "documents", "memory", "peers"]
     words = ["--rehearse", "--parts", ",".join(parts), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     assert gpu.main(words) == 0
     found = gpu.load_results(tmp_path / "results")

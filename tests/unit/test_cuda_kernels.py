@@ -46,7 +46,7 @@ def test_a_fallback_inside_a_block_is_named(regions, case):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-def test_generation_with_grouped_queries_and_the_loss_take_the_kernels_made_for_them(tmp_path):
+def test_generation_with_grouped_queries_the_loss_and_routers_take_the_kernels_made_for_them(tmp_path):
     command = [sys.executable, "-m", "tests.cuda_shim.operations"]
     result = subprocess.run(command, env=build.build(tmp_path), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-5000:]
@@ -56,6 +56,7 @@ def test_generation_with_grouped_queries_and_the_loss_take_the_kernels_made_for_
         attention = [name for name in found[part] if "dot_product" in name or "softmax" in name or "bmm" in name]
         assert attention == ["aten._scaled_dot_product_efficient_attention.default"] * layers, (part, attention)
     assert [name for name in found["loss"] if "mm" in name] == ["aten.mm.out"] * 2 + ["aten.addmm.dtype_out"]
+    assert [name for name in found["router"] if "mm" in name] == ["aten.mm.dtype"] * 3  # none of float32 matrices
 
 
 _SPILLS = {

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, retire, step_folder, unfinished_folder
 from titanlite.checkpoint.manifest import FileDigest, Manifest
+from titanlite.checkpoint.pinned import pinned_like
 from titanlite.checkpoint.storage import Writer
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
@@ -127,7 +128,7 @@ class _Stager(AsyncStager):
     @torch.no_grad()
     def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self._copies:
-            self._copies = {name: self._empty_copy(tensor) for name, tensor in tensors.items()}
+            self._copies = self._empty_copies(tensors)
         assert self._copies.keys() == tensors.keys()
         sources = [local_part(tensor) for tensor in tensors.values()]
         foreach_copy_([local_part(copy) for copy in self._copies.values()], sources, non_blocking=self._pinned)
@@ -135,10 +136,13 @@ class _Stager(AsyncStager):
             torch.cuda.synchronize()
         return self._copies
 
-    def _empty_copy(self, tensor: Tensor) -> Tensor:
-        local = local_part(tensor)
-        copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=self._pinned)
-        return like(tensor, copy) if isinstance(tensor, DTensor) else copy
+    def _empty_copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = [local_part(tensor) for tensor in tensors.values()]
+        copies = pinned_like(parts) if self._pinned else [torch.empty(part.shape, dtype=part.dtype) for part in parts]
+        return {
+            name: like(tensor, copy) if isinstance(tensor, DTensor) else copy
+            for (name, tensor), copy in zip(tensors.items(), copies, strict=True)
+        }
 
 
 def _free_space(folder: Path) -> str:
