@@ -4,6 +4,8 @@ Before (until commit 5949028) each of a token's experts got a message; now each 
 averages over tokens that choose evenly, by `titanlite/plan/experts.py`, in bfloat16; what stays on a token's rank counts.
 """
 
+import argparse
+
 from models import deepseek_v3, qwen3_moe
 from models.all_to_all import Layout
 from titanlite.plan.experts import on_busiest_rank
@@ -18,6 +20,7 @@ ALL_TO_ALLS = {"no recomputation": (4, 4), "full, not compiled": (6, 5), "full, 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| model | EP | recomputation | messages of a token before | now | KiB a token and layer before | now | ratio |")
     print("| - | - | - | - | - | - | - | - |")
     for name, (shape, ranks) in CASES.items():

@@ -68,6 +68,16 @@ def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
+@torch.library.custom_op("titanlite::mixed_biases", mutates_args=())
+def mixed_biases(mix: Tensor, biases: Tensor) -> Tensor:
+    """The weighted sum of the biases of each token's experts, (tokens, dim).
+
+    mix: (tokens, experts), 0 for experts that a token has not chosen; biases: (experts, dim). An operation of its own, so that
+    this matmul with zeros counts no FLOPs, and selective checkpointing does not keep its result.
+    """
+    return mix @ biases
+
+
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
     """Whether PyTorch's grouped matmul takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes."""
     aligned = all(size % 8 == 0 for size in (*left.shape[1:], *right.shape[1:]))
@@ -129,6 +139,20 @@ def _backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:
 
 
 grouped_product.register_autograd(_backward, setup_context=_keep)
+
+
+@mixed_biases.register_fake
+def _(mix: Tensor, biases: Tensor) -> Tensor:
+    return mix.new_empty(len(mix), biases.shape[1])
+
+
+def _backward_of_biases(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:
+    mix, biases = ctx.saved_tensors
+    to_mix = mixed_biases(gradients, biases.t()) if ctx.needs_input_grad[0] else None
+    return to_mix, mixed_biases(mix.t(), gradients) if ctx.needs_input_grad[1] else None
+
+
+mixed_biases.register_autograd(_backward_of_biases, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 @register_flop_formula(torch.ops.titanlite.grouped_product)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.blocks import SwiGLU, local_weight
 from models.exchange import Weights, exchanged_experts
-from models.grouped import Activated, ActivationName, grouped_product
+from models.grouped import Activated, ActivationName, grouped_product, mixed_biases
 from models.torch_private import collectives, wait_tensor
 
 # What selective checkpointing by operation keeps. The choice is kept because a recomputation that rounds differently could
@@ -314,7 +314,7 @@ class Experts(nn.Module):
         if own.b2 is None:
             return mixed
         by_expert = mix.new_zeros(len(tokens), self.n_experts).scatter(1, chosen, mix)
-        return mixed + by_expert.type_as(mixed) @ own.b2
+        return mixed + mixed_biases(by_expert.type_as(mixed), own.b2)
 
     def results_of_rows(self, tokens: Tensor, choice: "Choice") -> Tensor:
         """What forks of 0.2 call, to be removed in 0.4: the result of each row, sorted by expert, without weights."""

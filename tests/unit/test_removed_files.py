@@ -1,5 +1,6 @@
 """Somebody removes, renames or replaces the files of a run while it trains, as logrotate does: no later report is lost."""
 
+import contextlib
 import json
 import os
 import random
@@ -28,8 +29,11 @@ def _away(path: Path) -> Path:
 
 
 def _replace(path: Path, make: Callable[[Path], object]) -> None:
-    path.rename(_away(path))
-    make(path)
+    while True:
+        path.rename(_away(path))
+        with contextlib.suppress(FileExistsError):  # TensorBoard's thread, which opens its file by name, has been faster
+            make(path)
+            return
 
 
 ACTIONS: dict[str, Callable[[Path], object]] = {
