@@ -13,7 +13,7 @@ from torch import nn
 
 from tests import tiny
 from titanlite.config.effects import FILE, OPTION, ConfigLayer
-from titanlite.config.schema import ActivationCheckpoint, Config
+from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import CHECKS, check
 from titanlite.parallel import fsdp
@@ -177,10 +177,14 @@ def test_the_wrong_is_refused_by_name_and_the_right_beside_it_passes(ranks, wron
     assert faults(wrong | change, ranks) == []
 
 
-@pytest.mark.parametrize(("mode", "refused"), [("memory_budget", 1), ("full", 0)])
-def test_the_compiler_may_not_draw_the_dropout_of_blocks_again(mode, refused):
+@pytest.mark.parametrize(
+    ("mode", "backend", "refused"),
+    [("memory_budget", "aot_eager", 1), ("memory_budget", "inductor", 0), ("full", "aot_eager", 0)],
+)
+def test_only_inductor_may_recompute_the_dropout_of_blocks(mode, backend, refused):
     model = SimpleNamespace(layers=nn.ModuleDict({"0": nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))}))
-    found = list(activation_checkpoint.model_faults(ActivationCheckpoint(mode=mode), model))
+    config = Config.model_validate({"activation_checkpoint": {"mode": mode}, "compile": {"backend": backend}})
+    found = list(activation_checkpoint.model_faults(config, model))
     assert len(found) == refused and all("dropout" in fault for fault in found)
 
 

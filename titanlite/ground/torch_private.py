@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy
 
 VERSIONS = ("2.11", "2.13")
 
@@ -113,6 +114,7 @@ ATTRIBUTES = (
     Name("torch._functorch.config:unsafe_treat_script_objects_as_zero_size", "set_memory_budget", ("2.13",)),
     Name("torch._inductor.config:_micro_pipeline_tp", "set_async_tensor_parallel"),
     Name("torch._inductor.config:post_grad_custom_pre_pass", "set_async_tensor_parallel"),
+    Name("torch._inductor.config:joint_custom_post_pass", "set_memory_budget"),
     Name("torch.distributed.pipelining.schedules:_wait_batch_p2p", "bounded_waits"),
     Name("torch.distributed:ProcessGroup._get_backend", "bounded_waits"),
     Name("torch.distributed:ProcessGroupGloo.Options._timeout", "bounded_waits"),
@@ -229,13 +231,24 @@ def set_training_state(group: Any, state: Any) -> None:
 
 
 def set_memory_budget(share: float) -> None:
-    """The share of activations that the compiler's partitioner keeps."""
+    """The share of activations that the compiler's partitioner keeps; seeds of random numbers are always kept."""
     partitioner = resolve(NAMES["partitioner"].path)
-    partitioner.activation_memory_budget = share
+    partitioner.activation_memory_budget = max(share, 1e-6)  # at 0 it keeps inputs alone
+    resolve(NAMES["inductor_config"].path).joint_custom_post_pass = _graph_pass(_keep_seeds) if share < 1 else None
     # Under tensor parallelism a graph's inputs include the DeviceMesh, whose size PyTorch 2.13 cannot
     # determine. It holds no activations. 2.11 has no such setting and needs none.
     if hasattr(partitioner, "unsafe_treat_script_objects_as_zero_size"):
         partitioner.unsafe_treat_script_objects_as_zero_size = True
+
+
+def _keep_seeds(graph: torch.fx.Graph) -> None:
+    """Marks what draws random numbers in a joint graph, by now a few seeds, as kept.
+
+    PyTorch 2.13 recomputes seeds at small budgets: dropout then has other zeros in the backward pass than in the forward pass.
+    """
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def set_async_tensor_parallel(enable: bool, before: Callable[[torch.fx.Graph], None]) -> None:

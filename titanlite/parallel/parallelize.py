@@ -156,7 +156,7 @@ STEPS = (
     Step(
         "chunks",
         _chunk_feed_forward,
-        lambda s: recompute.model_faults(s.config.activation_checkpoint, s.model),
+        lambda s: recompute.model_faults(s.config, s.model),
         ("model",),
     ),
     Step("compile", _compile, lambda s: compile.faults(s.config)),
