@@ -100,6 +100,7 @@ def test_leftovers_of_a_killed_export_are_removed(imported, tmp_path):
 
 
 def test_a_family_that_has_changed_since_is_not_exported_as_what_it_was(imported, monkeypatch, tmp_path):
+    checkpoint = imported("tests.tiny", "plain")  # which other tests use too
     monkeypatch.setitem(tiny.FLAVORS, "plain", dataclasses.replace(tiny.FLAVORS["plain"], rope_theta=7.0))
     with pytest.raises(UserError, match="plain has changed since it was saved"):
-        export(imported("tests.tiny", "plain"), tmp_path / "out")
+        export(checkpoint, tmp_path / "out")
