@@ -234,8 +234,9 @@ class Activated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, mix: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(gate, up, mix)
         act = ctx.activation = ACTIVATIONS[name]
-        hidden = act.gate(gate) * act.up(up)  # compiled by PyTorch 2.11, a result written in place would have no gradient
-        return (hidden * mix).type_as(hidden)
+        # compiled by PyTorch 2.11, a result written in place, or a cast that returns its argument, would have no gradient
+        hidden = act.gate(gate) * act.up(up) * mix
+        return hidden if hidden.dtype == gate.dtype else hidden.to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
