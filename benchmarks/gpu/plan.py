@@ -12,7 +12,7 @@ class Run(NamedTuple):
     name: str
     kind: str  # a key of KINDS in runs.py
     seconds: int  # its limit, several times what is expected
-    expected: int  # seconds on one H200, reckoned: start, compilation, steps
+    expected: int  # seconds on one H200, estimated: start, compilation, steps
     config: str = ""  # a training run's recipe, ...
     options: Options = {}  # noqa: RUF012  ... and its options; of another kind the words in "words"
     needs: tuple[str, ...] = ()  # packages without which it is left out

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
-from titanlite.ground.errors import phase
+from titanlite.ground.errors import UserError, phase
+from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.fsdp import GradientSync, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
@@ -78,6 +79,12 @@ def predict(
     routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any. With a Trace,
     rank 0 is in each layer the busiest rank. `check_trace` must have accepted it.
     """
+    precision = config.training.mixed_precision_param
+    if BEFORE_2_13 and precision != "float32":  # its fake tensors take the loss's out_dtype for another argument, and fail
+        raise UserError(
+            f'training.mixed_precision_param = "{precision}": a prediction needs PyTorch 2.13 for it, and this is '
+            f"{torch.__version__}; it is the same on any machine, without a GPU"
+        )
     offload = config.parallelism.cpu_offload
     degree, whole = config.parallelism.pipeline_parallel_degree, as_measured(config)
     config = pipeline.flat(whole, memory=True) if degree > 1 else whole

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.loop.checks import check
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import fits, lines
@@ -47,12 +46,6 @@ def main() -> None:
     trace = read_trace(options.trace) if options.trace else None
     if trace:
         check_trace(trace, options.trace, on_meta(family_of(config.model), config))
-    precision = config.training.mixed_precision_param
-    if BEFORE_2_13 and precision != "float32":  # its fake tensors take the loss's out_dtype for another argument, and fail
-        raise UserError(
-            f'training.mixed_precision_param = "{precision}": titanlite estimate needs PyTorch 2.13 for it, and this is '
-            f"{torch.__version__}; a configuration is estimated on any machine, without a GPU"
-        )
     prediction = predict(config, options.ranks, routing=trace or routing)
     print("\n".join(lines(prediction, config, options.ranks, options.device_memory_gib, routing)))
     if trace:
