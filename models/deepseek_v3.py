@@ -189,7 +189,7 @@ class Model(Decoder):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/styles.md."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/reference/styles.md."""
     queries = {"wq": "column", "q_input": "sequence"} if config.q_rank is None else {"wq_b": "column", "q_norm": "sequence"}
     dense = {"layers.*.ffn.w[13]": "column", "layers.*.ffn.w2": "row"} if config.dense_layers else {}
     return {

@@ -179,7 +179,7 @@ class Model(Decoder):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/styles.md."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/reference/styles.md."""
     norms = {"layers.*.attention.[qk]_norm": "replicate"} if config.qk_norm else {}  # each rank normalises its own heads
     return {
         "embed": "vocab",

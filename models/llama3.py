@@ -88,7 +88,7 @@ class Model(Decoder):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/styles.md."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/reference/styles.md."""
     return {
         "embed": "vocab",
         "layers.*.attention_norm": "sequence",

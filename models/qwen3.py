@@ -112,7 +112,7 @@ class Model(Decoder):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/styles.md."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/reference/styles.md."""
     norms = {} if config.qkv_bias else {"layers.*.attention.[qk]_norm": "replicate"}  # each rank normalises its own heads
     return {
         "embed": "vocab",

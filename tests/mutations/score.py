@@ -5,7 +5,7 @@
     python -m tests.mutations.score --correct           check-model on right models, none of which may fail
     python -m tests.mutations.score --fault h07         this one; with --suite or without
     python -m tests.mutations.score --again             also what another commit has scored; with the others
-    python -m tests.mutations.score --table             only write the tables of docs/verification.md
+    python -m tests.mutations.score --table             only write the tables of docs/design/verification.md
 
 Each fault is put into a private copy of the tree. A command finds it by an exit code other than 0; before, the same words must
 pass on the copy without the fault. It names the fault if its output has the pattern that history.json gives, which was written
@@ -36,7 +36,7 @@ _VERIFY = {
     "--training.local_batch_size": "2",
     "--training.global_batch_size": "8",
 }
-DOCUMENT, _MARK = ROOT / "docs" / "verification.md", "<!-- made by: python -m tests.mutations.score --table -->\n"
+DOCUMENT, _MARK = ROOT / "docs" / "design" / "verification.md", "<!-- made by: python -m tests.mutations.score --table -->\n"
 # Right models, each with something that a proof could take for a fault.
 CORRECT = {
     "llama3:debug": "grouped heads",
@@ -132,7 +132,7 @@ def check_correct(copy: Copy, model: str) -> dict[str, Any]:
 
 
 def document(text: str, faults: list[Fault], known: Known) -> str:
-    """docs/verification.md with new tables."""
+    """docs/design/verification.md with new tables."""
     before, _, rest = text.partition(_MARK)
     _, _, after = rest.partition(_MARK)
     tables = f"{table(faults, known['faults'])}\n\n{correct_table(known['correct'])}"
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--correct", action="store_true", help="run check-model on the right models")
     parser.add_argument("--again", action="store_true", help="also what another commit has scored")
     parser.add_argument("--results", type=Path, default=SCORE)
-    parser.add_argument("--table", action="store_true", help="write the tables of docs/verification.md")
+    parser.add_argument("--table", action="store_true", help="write the tables of docs/design/verification.md")
     arguments = parser.parse_args()
     faults, known = read_faults(), read_score(arguments.results)
     if unknown := set(arguments.fault or ()) - {fault.id for fault in faults}:

@@ -1,4 +1,6 @@
-"""The pages are true as far as a test can see: what they name exists, and what forks rely on is what docs/interface.md says."""
+"""The pages are true as far as a test can see: what they name exists, and forks can rely on what docs/reference/interface.md
+says.
+"""
 
 import importlib
 import inspect
@@ -20,11 +22,11 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")) + sorted(ROOT.glob("*/README.md"))
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")) + sorted(ROOT.glob("*/README.md"))
 PAGES += sorted(ROOT.glob("tests/*/README.md"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
-EXAMPLES = {"models/mine.py"}  # what a reader of docs/fork.md makes
+EXAMPLES = {"models/mine.py"}  # what a reader of docs/guides/fork.md makes
 FILES = {"metrics.jsonl", "model.safetensors"}  # not keys of sections
 REMOVED = {"compile.unit"}  # in the changelog, and in commands of earlier measurements
 
@@ -94,7 +96,7 @@ def test_options_of_titanlites_commands_exist():
 
 
 def test_every_recipe_is_in_the_table():
-    table = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "train_configs").glob("*.toml") if f"`{file.name}`" not in table] == []
 
 
@@ -122,7 +124,7 @@ def test_an_unknown_command_is_answered_with_the_nearest_one_and_with_all(monkey
 # --------------------------------------------------------------------------------------------------- what forks rely on
 
 
-PAGE = (Path(__file__).parents[2] / "docs/interface.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/reference/interface.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^ {4}(\w+)\.(\w+)\((.*)\)$", PAGE, re.MULTILINE)
 
 

@@ -96,7 +96,7 @@ class Training(Section):
     dataset_path: Annotated[bounds.Text, EffectiveWhen("training.sources is not set"), MAY_CHANGE] = ""
     """Training data: a folder written by `titanlite tokenize`, a pair of .bin and .idx files in Megatron's format or a folder
     of such pairs, or text, which is tokenized at first use: a text file, a .jsonl, .json, .csv or .parquet file with "text" or
-    chat "messages" in each entry, or a folder of these; docs/data.md lists all suffixes."""
+    chat "messages" in each entry, or a folder of these; docs/guides/data.md lists all suffixes."""
     sources: Annotated[list[Source], ALWAYS, MAY_CHANGE] = []
     """Several data sources, each a table: [[training.sources]] with path, weight, epochs, name."""
     document_policy: Annotated[Literal["pack", "best_fit", "truncate"], ALWAYS] = "pack"
@@ -130,7 +130,7 @@ class Training(Section):
     arXiv:2204.02311: 1e-4). The reported training loss includes it, the validation loss does not."""
     dtype: Annotated[Literal["float32", "bfloat16"], ALWAYS] = "float32"
     """Precision of parameters, reduced gradients and optimizer moments. "bfloat16" halves their memory; optimizer.rounding
-    keeps small updates from being lost (docs/precision.md)."""
+    keeps small updates from being lost (docs/guides/precision.md)."""
     mixed_precision_param: Annotated[Literal["bfloat16", "float16", "float32"], ALWAYS] = "bfloat16"
     """Precision of parameters and activations in the forward and backward passes. float16, for GPUs without bfloat16, scales
     the loss so that small gradients do not underflow, and skips steps that overflow."""
@@ -184,8 +184,8 @@ class Parallelism(Section):
     those of accumulation: global_batch_size / (local_batch_size x data-parallel ranks)."""
     pipeline_parallel_schedule: Annotated[Schedules, _WITH_PIPELINE] = "1F1B"
     """In which order stages work on microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
-    two or more, which makes the idle time shorter (docs/parallelism.md). "InterleavedZeroBubble" computes gradients of weights
-    in idle time too."""
+    two or more, which makes the pipeline bubble shorter (docs/guides/parallelism.md). "InterleavedZeroBubble" computes
+    gradients of weights in the bubble too."""
     pipeline_parallel_layers_per_stage: Annotated[Literal[-1] | bounds.Count, _WITH_PIPELINE] = -1
     """Blocks of each stage but the last, which has the rest. -1: as many that the longest stage takes as few FLOPs as possible,
     the head's included."""
@@ -228,7 +228,7 @@ class Moe(Section):
 
 
 class Lora(Section):
-    """Training of low-rank adapters; the model's own weights are frozen (docs/lora.md)."""
+    """Training of low-rank adapters; the model's own weights are frozen (docs/guides/lora.md)."""
 
     enable: Annotated[bool, ALWAYS, _OTHER_PARAMETERS] = False
     """Freeze every weight and train low-rank adapters of linear layers. checkpoint.initial_load_path loads the frozen weights;
@@ -243,7 +243,7 @@ class Lora(Section):
 
 
 class Float8(Section):
-    """Matmuls of linear layers in float8 (docs/float8.md)."""
+    """Matmuls of linear layers in float8 (docs/guides/float8.md)."""
 
     enable: Annotated[bool, ALWAYS] = False
     """Multiply the linear layers of the blocks in float8, with dynamic scales. Needs torchao."""

@@ -158,7 +158,7 @@ def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cac
     if cache.empty:
         raise UserError(
             f"{_family_of(model)}: its layers keep nothing in seq.cache; use AttentionCore.core or "
-            "seq.cache.state (docs/styles.md), or declare LIMITS = {'generates': False}"
+            "seq.cache.state (docs/reference/styles.md), or declare LIMITS = {'generates': False}"
         )
     return hidden
 

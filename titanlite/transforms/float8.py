@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8, by torchao (docs/float8.md).
+"""Linear layers that multiply in float8, by torchao (docs/guides/float8.md).
 
 Weights, optimizer and checkpoints do not change: each matmul scales its two operands so that their largest values come close
 to float8's maximum, casts them, multiplies, and scales back (Micikevicius et al., arXiv:2209.05433).

@@ -1,1 +1,4 @@
-"""Forks of the tiny Llama that are right on every mesh: `titanlite check-model` must pass each. docs/fork.md describes them."""
+"""Forks of the tiny Llama that are right on every mesh: `titanlite check-model` must pass each.
+
+docs/guides/fork.md describes them.
+"""
