@@ -19,6 +19,8 @@ _OF_THE_LAUNCHER = (
     *("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RDZV_TIMEOUT", "LOG_RANK", "MAX_RESTARTS", "OMP_NUM_THREADS"),
     "PYTHONPATH",
 )
+# bash's, where the user's locale is not installed on this machine, as after ssh
+_OF_A_LOCALE = re.compile(r"^.*: warning: setlocale: .*\n", re.MULTILINE)
 
 
 def free_port() -> int:
@@ -91,7 +93,7 @@ def finish(started: Launch, timeout: float = PATIENCE) -> Ended:
             os.kill(pid, signal.SIGKILL)
         started.process.wait()
     code = started.process.returncode
-    return Ended(128 - code if code < 0 else code, out, err, left)
+    return Ended(128 - code if code < 0 else code, out, _OF_A_LOCALE.sub("", err), left)
 
 
 def run(*words: str, folder: Path, timeout: float = PATIENCE, **variables: str) -> Ended:
