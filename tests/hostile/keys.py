@@ -37,7 +37,11 @@ TYPES = {
 OF_THE_PLACE = (effects.CUDA, effects.RANKS, effects.ACCUMULATION)
 # Values of keys for which no other can be derived from the schema.
 OTHERS = {"model.overrides": "{ dim = 64 }", "checkpoint.load_step": "3", "training.sources": '[{ path = "text" }]'}
-OTHERS |= {"validation.sources": OTHERS["training.sources"], "compile.backend": '"eager"'}
+OTHERS |= {
+    "optimizer.groups": '[{ pattern = "layers.*", lr = 0.5 }]',
+    "validation.sources": OTHERS["training.sources"],
+    "compile.backend": '"eager"',
+}
 # What else a run needs with another value of a key.
 BESIDE = {
     "parallelism.pipeline_parallel_degree": {"training.local_batch_size": "1", "training.global_batch_size": "2"},

@@ -102,7 +102,10 @@ VALIDATION = {"enable": True, "dataset_path": "held_out.txt", "sample_prompts": 
         (pipelined(2, "ZBVZeroBubble"), 'pipeline_parallel_schedule = "ZBVZeroBubble"'),
         (replaced(ZERO_BUBBLE, compile={"enable": True}), "set compile.enable = false"),
         (replaced(ZERO_BUBBLE, model={"name": "tests.forks.right.value_residual"}), "hand on more than hidden states"),
-        (replaced(pipelined(2), lora={"enable": True, "modules": ["layers.[4-7].attention.*"]}), "lora.modules has nothing in"),
+        (
+            replaced(pipelined(2), lora={"enable": True, "modules": ["layers.[4-7].attention.*"]}),
+            "leave nothing to train in stage",
+        ),
         (replaced(pipelined(2), validation=VALIDATION), "set it to [], and use titanlite generate"),
         (pipelined(2, fsdp_reshard_after_forward="always"), "a pipeline keeps what it has gathered"),
     ],

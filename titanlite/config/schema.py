@@ -88,6 +88,20 @@ class Source(StrictModel):
     leaves out do not count. Unset: no limit."""
 
 
+class Group(StrictModel):
+    """Parameters with settings of their own."""
+
+    pattern: bounds.Name
+    """The names of parameters, as in checkpoints, with stars, which also match dots: "layers.*.ffn.w[13].weight". The first
+    entry that matches a parameter counts. A pattern that matches no trained parameter is refused."""
+    lr: bounds.Positive = 1.0
+    """Factor on the learning rate of the step."""
+    weight_decay: bounds.NonNegative | None = None
+    """Their weight decay. Unset: as optimizer.weight_decay and decay_parameters say."""
+    frozen: bool = False
+    """They keep their values, and have no gradient and no optimizer state."""
+
+
 class Training(Section):
     """Data, batch, length, precision."""
 
@@ -322,6 +336,9 @@ class Optimizer(Section):
     decay_parameters: Annotated[str, EffectiveWhen("optimizer.weight_decay > 0")] = ""
     """A regular expression, searched in each parameter's name; the parameters that match are decayed. Empty: all parameters
     with two or more dimensions, that is matrices and embeddings, but no norm weights or biases."""
+    groups: Annotated[list[Group], ALWAYS] = []
+    """Parameters with settings of their own, each entry a table: [[optimizer.groups]] with pattern, lr, weight_decay,
+    frozen."""
     implementation: Annotated[Literal["fused", "foreach", "for-loop"], ALWAYS, MAY_CHANGE] = "fused"
     """"fused": one kernel for all parameters. "foreach": one kernel per operation. "for-loop": one kernel per operation and
     parameter. The mathematics is the same. With training.dtype = "bfloat16", "fused" is one compiled kernel per parameter and

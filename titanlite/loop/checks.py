@@ -77,7 +77,7 @@ CHECKS = (
     Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # whose faults it would repeat
     Check("Hugging Face", lambda s: hf_folder.faults(s.config, s.family, s.model), ("run folder", "model")),
     Check("loss", lambda s: loss.faults(s.config, s.model), ("model",)),
-    Check("decay", lambda s: build.decay_faults(s.config.optimizer, s.model), ("model",)),
+    Check("parameters of the optimizer", lambda s: build.model_faults(s.config.optimizer, s.model), ("model",)),
     Check("balance", lambda s: balance.faults(s.config, s.model), ("model",)),
     Check("tokenizer", lambda s: tokenizer.faults(s.config, s.family.config.vocab_size), ("family",)),
     Check("sources", lambda s: sources.faults(s.config) if s.open_files else ()),

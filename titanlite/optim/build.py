@@ -17,6 +17,7 @@ from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import Compiler, compile_kernel
 from titanlite.transforms.compile import compiler_faults
+from titanlite.transforms.groups import group_of
 from titanlite.transforms.shards import local_part
 
 
@@ -27,26 +28,28 @@ def build_optimizer(
     compiler: Compiler = compile_kernel,
     group: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer `cfg.name`, with one parameter group that is decayed and one that is not. bfloat16 parameters are rounded
-    according to `cfg.rounding`. For Muon all ranks of `group` together, those that have the same layers; None: of the run.
+    """The optimizer `cfg.name`, with a parameter group for each pair of rate factor and weight decay. bfloat16 parameters are
+    rounded according to `cfg.rounding`. For Muon all ranks of `group` together, those that have the same layers;
+    None: of the run.
 
     Every trained parameter has zero moments from the start, also one that never gets a gradient: so every checkpoint of a run
     holds the same tensors, and a new process can read them.
 
     compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalizes in it.
     compiler: of titanlite's own kernels, if `cfg.implementation` is "fused".
-
-    Raises UserError where Muon has no matrix.
+    Where all matrices of a pipeline's stage are frozen, Muon is AdamW there.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {name for name, p in trained.items() if is_decayed(name, p, cfg)}
 
     def groups(names: list[str]) -> list[dict[str, Any]]:
-        found = [
-            {"params": [(n, trained[n]) for n in names if n in decayed], "weight_decay": cfg.weight_decay},
-            {"params": [(n, trained[n]) for n in names if n not in decayed], "weight_decay": 0.0},
-        ]
-        return [group for group in found if group["params"]]
+        found: dict[tuple[float, float], list[tuple[str, Tensor]]] = {}
+        for name in sorted(names, key=lambda name: name not in decayed):  # what is decayed first: the order of norms' sums
+            group = group_of(name, cfg.groups)
+            decay = (cfg.weight_decay if name in decayed else 0.0) if group.weight_decay is None else group.weight_decay
+            found.setdefault((group.lr, decay), []).append((name, trained[name]))
+        found = found or {(1.0, 0.0): []}  # Muon may leave nothing to AdamW, and torch takes an empty group
+        return [{"params": pairs, "lr_factor": factor, "weight_decay": decay} for (factor, decay), pairs in found.items()]
 
     own = compiler if cfg.implementation == "fused" else None
     if cfg.name != "Muon":
@@ -54,7 +57,7 @@ def build_optimizer(
     matrices = [name for name, p in trained.items() if is_orthogonalized(name, p, cfg)]
     others = [name for name in trained if name not in matrices]
     if not matrices:
-        raise UserError('optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"')
+        return _adam(groups(others), cfg, own)
     precision = torch.float32 if compute == torch.float32 else torch.bfloat16
     return Muon(groups(matrices), _adam(groups(others), cfg, own), cfg, precision, own, group)
 
@@ -90,8 +93,9 @@ def _is_bias(name: str) -> bool:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the rate of a step, in each group times its factor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 @torch.no_grad()
@@ -185,8 +189,13 @@ def faults(config: Config) -> Iterator[str]:
         yield from compiler_faults(what, 'optimizer.implementation = "for-loop"')
 
 
-def decay_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
-    """A pattern of optimizer.decay_parameters that is invalid, or matches nothing of a model on the meta device."""
+def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
+    """A model on the meta device without a matrix for Muon; a pattern of optimizer.decay_parameters that is invalid, or matches
+    nothing."""
+    if cfg.name == "Muon" and not any(
+        p.requires_grad and is_orthogonalized(name, p, cfg) for name, p in model.named_parameters()
+    ):
+        yield 'optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"'
     try:
         decayed = [p.requires_grad and is_decayed(name, p, cfg) for name, p in model.named_parameters()]
     except re.error as error:

@@ -390,10 +390,11 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
 
 
 def _frozen(layers: list[list[str]], model: Decoder) -> Iterator[str]:
-    """Stages that would have no backward pass, and their ranks perhaps no optimizer: only blocks elsewhere have adapters."""
+    """Stages that would have no backward pass, and their ranks perhaps no optimizer: only blocks elsewhere are trained."""
     for number, names in enumerate(layers):
         if not any(parameter.requires_grad for name in names for parameter in model.layers[name].parameters()):
-            yield f"lora.modules has nothing in stage {number}, blocks {', '.join(names)}; each stage needs an adapter"
+            where = f"stage {number}, blocks {', '.join(names)}"
+            yield f"lora.modules and optimizer.groups leave nothing to train in {where}; each stage needs a trained parameter"
 
 
 def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What is done to a model, apart from splitting it over ranks; parallel/parallelize.py has the order.
 
 parameters.py             parameters and linear layers by name: patterns of tables, adapters
+groups.py                 optimizer.groups: patterns of parameters, frozen ones
 meta.py                   a run's model without memory, and its FLOPs
 dtypes.py                 names of precisions -> PyTorch's dtypes
 lora.py                   low-rank adapters

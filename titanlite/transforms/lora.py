@@ -19,6 +19,7 @@ from models.moe import Experts
 from titanlite.config.read import suggest
 from titanlite.config.schema import Lora
 from titanlite.ground.errors import UserError
+from titanlite.transforms.groups import freeze
 from titanlite.transforms.parameters import A, B, block_linears, every_layer, is_adapter
 
 
@@ -71,8 +72,8 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     least, kind = min((min(linears[name].weight.shape), every_layer(name)) for name in adapted)
     if cfg.rank > least:
         raise UserError(f"lora.rank = {cfg.rank}: higher than that of {kind}, {least}; lower it, or change lora.modules")
+    freeze(model.parameters())
     for parameter in model.parameters():
-        parameter.requires_grad_(False)
         parameter.data = parameter.data.to(frozen)
     for name in adapted:
         module = linears[name]

@@ -14,16 +14,21 @@ from titanlite.ground.torch_private import FakeTensorMode
 from titanlite.registry.family import Family
 from titanlite.transforms import lora
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.parameters import tie
+from titanlite.transforms.groups import apply_groups
+from titanlite.transforms.parameters import is_adapter, tie
 
 
 def on_meta(family: Family, config: Config) -> Decoder:
-    """A run's model on the meta device, in training.dtype, with the adapters of [lora]. Raises UserError as `adapt` does."""
+    """A run's model on the meta device, in training.dtype, with the adapters of [lora], frozen as [[optimizer.groups]] says.
+
+    Raises UserError as `adapt` and `apply_groups` do.
+    """
     model = family.on_meta()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[config.training.dtype])
     if config.lora.enable:
         lora.adapt(model, config.lora, DTYPES[config.training.mixed_precision_param])
+    apply_groups(model, config.optimizer.groups)
     return model
 
 
@@ -46,20 +51,26 @@ def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
 def training_flops(family: Family, config: Config) -> Flops:
     """FLOPs a token of a run. The family's are those of training every weight: 6 for each number of a matrix.
 
-    A frozen matrix costs 4 of them, since no gradient of it is computed, and what is trained beside frozen matrices, such as
-    adapters, costs 6 for each number.
+    A frozen matrix costs 4 of them, since no gradient of it is computed. Adapters come on top, with 6 for each number that is
+    trained.
     """
     flops = family.module.flops(family.config, config.training.seq_len)
-    if not config.lora.enable:
+    if not config.lora.enable and not any(group.frozen for group in config.optimizer.groups):
         return flops
     model = on_meta(family, config)
-    frozen = numbers_of_a_token(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Flops(*(value - 2 * frozen + 6 * trained for value in flops))
+    frozen = numbers_of_a_token(model, frozen=True)
+    adapters = sum(p.numel() * (6 if p.requires_grad else 4) for name, p in model.named_parameters() if is_adapter(name))
+    return Flops(*(value - 2 * frozen + adapters for value in flops))
 
 
-def numbers_of_a_token(module: nn.Module | None) -> int:
-    """How many numbers of its matrices each token is multiplied by."""
-    linears = [each.weight for each in module.modules() if isinstance(each, nn.Linear)] if module is not None else []
-    moe_layers = [each for each in module.modules() if isinstance(each, MoE)] if module is not None else []
+def numbers_of_a_token(module: nn.Module | None, frozen: bool = False) -> int:
+    """How many numbers of its matrices each token is multiplied by. frozen: of those alone that are not trained; the experts
+    of a layer count as frozen where all of their stacks are."""
+    parts = [*module.modules()] if module is not None else []
+    linears = [each.weight for each in parts if isinstance(each, nn.Linear) and not (frozen and each.weight.requires_grad)]
+    moe_layers = [each for each in parts if isinstance(each, MoE) and not (frozen and _trained(each.experts))]
     return sum(weight.numel() for weight in linears) + sum(each.numbers_of_a_token() for each in moe_layers)
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

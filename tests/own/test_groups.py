@@ -1,0 +1,261 @@
+"""[[optimizer.groups]]: the rates and decays of parameters, and frozen ones, without gradient and state on any mesh."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from models import llama3
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.scenarios import config_of
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, reports, run, stored
+from tests.distributed.test_variants import MOE, SPLIT
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
+from titanlite.loop.remedies import with_keys
+from titanlite.optim.build import build_optimizer, model_faults, set_lr
+from titanlite.optim.state import named_state
+from titanlite.parallel.mesh import ranks_of
+from titanlite.parallel.pipeline import faults as pipeline_faults
+from titanlite.plan.memory import kept_bytes
+from titanlite.registry.family import load_family
+from titanlite.transforms.groups import group_of
+from titanlite.transforms.meta import numbers_of_a_token, on_meta, training_flops
+from titanlite.verify.compare import Trajectory, compare
+
+FAMILY = load_family("tests.tiny", "plain")
+FROZEN = "layers.*.ffn.w[13].weight"
+GROUPS = [
+    {"pattern": "embed.*", "lr": 0.1, "weight_decay": 0.0},
+    {"pattern": FROZEN, "frozen": True},
+    {"pattern": "*norm*", "weight_decay": 0.5},
+]
+
+
+def configured(groups: list[dict[str, Any]], **keys: Any) -> Config:
+    config = config_of(ONE, optimizer={"groups": groups, "weight_decay": 0.3})
+    return with_keys(config, keys) if keys else config
+
+
+# ------------------------------------------------------------------------------------------------- one process, by hand
+
+
+def test_each_parameter_has_the_rate_and_decay_of_the_first_entry_that_matches():
+    config = configured([*GROUPS, {"pattern": "*", "lr": 2.0}])
+    model = on_meta(FAMILY, config).to_empty(device="cpu")
+    optimizer = build_optimizer(model, config.optimizer)
+    set_lr(optimizer, 0.01)
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    assert found["embed.weight"] == (0.01 * 0.1, 0.0)
+    assert found["layers.0.attention_norm.weight"] == (0.01, 0.5)
+    assert found["layers.1.attention.wq.weight"] == found["layers.0.ffn.w2.weight"] == (0.02, 0.3)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {f"layers.{layer}.ffn.w{number}.weight" for layer in (0, 1) for number in (1, 3)}
+    assert found.keys() == dict(model.named_parameters()).keys() - frozen
+    assert {name.rpartition(".")[0] for name in named_state(optimizer, model)} == found.keys()
+
+
+@pytest.mark.parametrize("keys", [{"name": "AdamW"}, {"name": "Muon", "implementation": "for-loop"}], ids=str)
+def test_a_step_with_factors_is_that_of_an_optimizer_with_these_rates(keys, group_of_one):
+    """Every parameter's step equals that of a run in which all have its rate and decay."""
+
+    def after(groups: list[dict[str, Any]], lr: float, decay: float) -> dict[str, torch.Tensor]:
+        config = config_of(ONE, optimizer={"groups": groups, "weight_decay": decay, **keys})
+        model = on_meta(FAMILY, config).to_empty(device="cpu")
+        torch.manual_seed(0)
+        for p in model.parameters():
+            torch.nn.init.normal_(p)
+            p.grad = torch.randn_like(p)
+        optimizer = build_optimizer(model, config.optimizer)
+        set_lr(optimizer, lr)
+        optimizer.step()
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    groups = [{"pattern": "layers.0.*", "lr": 0.5}, {"pattern": "layers.1.*", "weight_decay": 0.25}]
+    found = after(groups, 0.01, 0.5)
+    for name, value in found.items():
+        lr, decay = (0.005, 0.5) if "layers.0" in name else (0.01, 0.25 if "layers.1" in name else 0.5)
+        plain = (
+            after([], lr, decay)[name] if value.ndim > 1 else after([{"pattern": "*", "weight_decay": decay}], lr, 0.0)[name]
+        )
+        if value.ndim > 1 or "layers.1" in name:
+            torch.testing.assert_close(value, plain, rtol=1e-6, atol=1e-7)
+
+
+def test_frozen_parameters_take_no_gradient_state_or_flops_in_predictions():
+    plain, frozen = configured([]), configured([{"pattern": FROZEN, "frozen": True}])
+    model = on_meta(FAMILY, frozen)
+    count = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert count > 0
+    assert kept_bytes(plain, on_meta(FAMILY, plain), 1) - kept_bytes(frozen, model, 1) == count * (4 + 8)
+    before, now = training_flops(FAMILY, plain), training_flops(FAMILY, frozen)
+    assert (before.causal - now.causal, before.palm - now.palm) == (2 * count, 2 * count)
+
+
+def test_frozen_experts_count_with_the_experts_that_a_token_uses():
+    family = load_family("tests.tiny_moe", "plain")
+    model = on_meta(family, configured([{"pattern": "layers.*.experts.*", "frozen": True}]))
+    layers = [module for module in model.modules() if hasattr(module, "experts")]
+    assert numbers_of_a_token(model, frozen=True) == sum(layer.numbers_of_a_token() for layer in layers) > 0
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+REFUSED = [
+    ([{"pattern": "embd.weight", "lr": 0.1}], "matches no parameter; did you mean embed.weight?"),
+    ([{"pattern": "layers.9.ffn.w1.weight"}], "matches no parameter; did you mean layers.*.ffn.w1.weight?"),
+    ([{"pattern": "*", "lr": 2.0}, {"pattern": "*norm*"}], 'entry 2: pattern = "*norm*": earlier entries match all'),
+    ([{"pattern": "head.*", "frozen": True, "lr": 0.1}], "lr and weight_decay have no effect with frozen = true"),
+    ([{"pattern": "*", "frozen": True}], "freezes every trained parameter"),
+]
+
+
+@pytest.mark.parametrize(("groups", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_an_entry_without_effect_is_refused_with_its_number_and_pattern(groups, words):
+    with pytest.raises(UserError) as refused:
+        on_meta(FAMILY, configured(groups))
+    assert words in str(refused.value) and str(refused.value).startswith("optimizer.groups")
+
+
+def test_a_group_of_what_lora_freezes_is_refused_and_one_of_adapters_is_not():
+    keys = {"lora.enable": True, "lora.rank": 4}
+    with pytest.raises(UserError, match=r"entry 1: .*: all of its parameters are frozen already"):
+        on_meta(FAMILY, configured([{"pattern": "embed.*", "lr": 0.1}], **keys))
+    config = configured([{"pattern": "*.lora_b", "lr": 16.0}, {"pattern": "*.lora_a", "frozen": True}], **keys)
+    model = on_meta(FAMILY, config)
+    assert {name.rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad} == {"lora_b"}
+    assert {group["lr_factor"] for group in build_optimizer(model, config.optimizer).param_groups} == {16.0}
+
+
+def test_a_stage_without_a_trained_block_and_muon_without_a_matrix_are_refused():
+    config = config_of({"pp": 2}, optimizer={"groups": [{"pattern": "layers.1.*", "frozen": True}]})
+    (fault,) = pipeline_faults(config, FAMILY, on_meta(FAMILY, config))
+    assert "leave nothing to train in stage 1, blocks 1; each stage needs a trained parameter" in fault
+    config = with_keys(configured([{"pattern": "layers.*.w?.weight", "frozen": True}]), {"optimizer.name": "Muon"})
+    (fault,) = model_faults(config.optimizer, on_meta(FAMILY, config))
+    assert fault.startswith('optimizer.name = "Muon": the model has no trained matrix')
+
+
+def test_muon_leaves_nothing_to_adamw_where_all_else_is_frozen(group_of_one):
+    groups = [{"pattern": "layers.*.w?.weight"}, {"pattern": "*", "frozen": True}]
+    config = with_keys(configured(groups), {"optimizer.name": "Muon", "optimizer.implementation": "for-loop"})
+    model = llama3.Model(FAMILY.config)
+    on = on_meta(FAMILY, config)
+    for p, meta in zip(model.parameters(), on.parameters(), strict=True):
+        torch.nn.init.normal_(p)
+        p.requires_grad_(meta.requires_grad)
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = build_optimizer(model, config.optimizer)
+    set_lr(optimizer, 0.01)
+    optimizer.step()
+    changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert changed == [p.requires_grad for p in model.parameters()]
+
+
+def test_entries_are_read_from_a_file_and_from_the_command_line(tmp_path):
+    (tmp_path / "run.toml").write_text('[[optimizer.groups]]\npattern = "head.*"\nfrozen = true\n')
+    assert [group.frozen for group in read_config(tmp_path / "run.toml", []).optimizer.groups] == [True]
+    config = read_config(None, ['--optimizer.groups=[{ pattern = "*norm*", lr = 0.5 }]'])
+    assert group_of("head.norm.weight", config.optimizer.groups).lr == 0.5
+    (tmp_path / "run.toml").write_text('[[optimizer.groups]]\npattern = "head.*"\nfreeze = true\n')
+    with pytest.raises(UserError, match=r"optimizer.groups, entry 1: freeze = true: no such key; did you mean frozen"):
+        read_config(tmp_path / "run.toml", [])
+
+
+# --------------------------------------------------------------------------------------------------------------- meshes
+
+
+def experts_frozen() -> dict[str, Any]:
+    return {"model": MOE["model"], "flavor": "shared", "moe": {"balance_loss": 0.01}}
+
+
+# Mesh, keys, entries. Each is compared with one process.
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any], list[dict[str, Any]]]] = {
+    "2 x 2": (TWO_BY_TWO, {}, GROUPS),
+    "2 x 2, a whole block and the embedding": (
+        TWO_BY_TWO,
+        {"flavor": "tied"},
+        [{"pattern": "layers.0.*", "frozen": True}, {"pattern": "embed.*", "frozen": True}],
+    ),
+    "pp 2": ({"pp": 2}, {"training": {"local_batch_size": 2}}, GROUPS),
+    "cp 2": ({"cp": 2}, {}, GROUPS),
+    "ep 2, experts": (SPLIT, experts_frozen(), [{"pattern": "layers.*.experts.*", "frozen": True}, *GROUPS[::2]]),
+    "ep 2, routers": (SPLIT, experts_frozen(), [{"pattern": "layers.*.router.*", "frozen": True}, *GROUPS[::2]]),
+    "adapters, 2 x 2": (TWO_BY_TWO, {"lora": {"enable": True, "rank": 4}}, [{"pattern": "*.lora_a", "frozen": True}]),
+}
+
+
+def trajectory(pools: dict[int, Pool], degrees: dict[str, int], config: Config) -> Trajectory:
+    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_losses_and_gradients_are_those_of_one_process_and_frozen_ones_have_none(pools, name):
+    degrees, keys, groups = MESHES[name]
+    keys = {**keys, "optimizer": {"groups": groups}}
+    training = {"steps": 3, **keys.pop("training", {})}
+    found, alone = (
+        trajectory(pools, mesh, config_of(mesh, keys.get("flavor", "plain"), training=training, **without_flavor(keys)))
+        for mesh in (degrees, ONE)
+    )
+    comparison = compare(found, alone)
+    assert comparison.equal, comparison.excessive
+    config = config_of(ONE, keys.get("flavor", "plain"), **without_flavor(keys))
+    family = load_family(config.model.name, config.model.flavor)
+    trained = {each for each, p in on_meta(family, config).named_parameters() if p.requires_grad}
+    assert trained < found.weights.keys()
+    assert found.gradients.keys() == alone.gradients.keys() == trained
+
+
+def without_flavor(keys: dict[str, Any]) -> dict[str, Any]:
+    return {section: values for section, values in keys.items() if section != "flavor"}
+
+
+# -------------------------------------------------------------------------------------------------------------- resumes
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoint_has_no_state_of_frozen_parameters(pools, tmp_path):
+    keys = {"optimizer": {"groups": GROUPS}}
+    for folder, lengths in (("whole", (STEPS,)), ("parts", (4, STEPS))):
+        for steps in lengths:
+            run(pools, TWO_BY_TWO, tmp_path / folder, steps, **keys)
+    run(pools, TWO_BY_TWO, tmp_path / "moved", 4, **keys)
+    run(pools, ONE, tmp_path / "moved", STEPS, **keys)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    found, parts = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
+    assert [each for each, tensor in found.items() if not torch.equal(parts[each], tensor)] == []
+    assert not any("ffn.w1" in name or "ffn.w3" in name for name in found if name.startswith("optimizer."))
+    assert any("ffn.w2.weight.exp_avg" in name for name in found)
+    assert reports(tmp_path / "whole")[-1]["loss"] < reports(tmp_path / "whole")[0]["loss"]
+    assert math.isfinite(reports(tmp_path / "whole")[-1]["grad_norm"])
+
+
+def test_frozen_parameters_keep_their_values(pools, tmp_path):
+    for steps in (1, 4):
+        run(pools, ONE, tmp_path / str(steps), steps, optimizer={"groups": GROUPS})
+    early, late = stored(tmp_path / "1", 1), stored(tmp_path / "4", 4)
+    for name, tensor in early.items():
+        if name.startswith("model."):
+            assert torch.equal(late[name], tensor) == ("ffn.w1" in name or "ffn.w3" in name), name
+
+
+def test_a_resume_that_thaws_parameters_names_the_state_that_is_missing_and_how_to_begin_without(pools, tmp_path):
+    thawed = {"optimizer": {"groups": GROUPS[::2]}}
+    run(pools, ONE, tmp_path, 4, optimizer={"groups": GROUPS})
+    with pytest.raises(WorkerFailure, match=r"(?s)optimizer\.groups = .*--checkpoint\.allow_changes optimizer\.groups"):
+        run(pools, ONE, tmp_path, 5, **thawed)
+    allowed = {"allow_changes": ["optimizer.groups"]}
+    with pytest.raises(
+        WorkerFailure, match=r"optimizer\.layers\.0\.ffn\.w1\.weight\.exp_avg: not in the checkpoint"
+    ) as refused:
+        run(pools, ONE, tmp_path, 5, checkpoint=allowed, **thawed)
+    assert "checkpoint.exclude_from_loading" in str(refused.value)
+    excluded = ["optimizer.layers.*.ffn.w[13].*"]
+    run(pools, ONE, tmp_path, 5, checkpoint={**allowed, "exclude_from_loading": excluded}, **thawed)
+    assert any("ffn.w1" in name for name in stored(tmp_path, 5) if name.startswith("optimizer."))
