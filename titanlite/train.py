@@ -53,6 +53,7 @@ from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.plan import memory as memory_plan
 from titanlite.registry.family import family_of
+from titanlite.registry.own import source_of_parts
 from titanlite.registry.source import source_of
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
@@ -114,6 +115,7 @@ def train(
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
+        record |= {"own_source": source_of_parts(config)}
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
@@ -295,7 +297,7 @@ def main(config: Config | None = None) -> None:
         if on_device.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         family = family_of(config.model)
-        hashes = {name: module["hash"] for name, module in source_of(family.module).items()}
+        hashes = {name: module["hash"] for name, module in (source_of(family.module) | source_of_parts(on_device)).items()}
         settled = config.settled(Hardware(cuda, world))
         device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for

@@ -34,7 +34,7 @@ def run_config(degrees: Degrees, folder: Path, steps: int, **sections) -> Config
         sections.pop("flavor", "plain"),
         job={"dump_folder": str(folder)},
         training={"steps": steps, **sections.pop("training", {})},
-        lr_scheduler={"total_steps": STEPS},
+        lr_scheduler={"total_steps": STEPS, **sections.pop("lr_scheduler", {})},
         metrics={"log_freq": 1, "enable_tensorboard": False},
         checkpoint={"enable": True, "interval": 5, "keep_latest_k": 2, **sections.pop("checkpoint", {})},
         **sections,

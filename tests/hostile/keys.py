@@ -38,6 +38,8 @@ OF_THE_PLACE = (effects.CUDA, effects.RANKS, effects.ACCUMULATION)
 # Values of keys for which no other can be derived from the schema.
 OTHERS = {"model.overrides": "{ dim = 64 }", "checkpoint.load_step": "3", "training.sources": '[{ path = "text" }]'}
 OTHERS |= {
+    "lr_scheduler.decay_type": '"tests.own.parts:inverse_sqrt"',
+    "lr_scheduler.options": "{ power = 2.0 }",
     "optimizer.groups": '[{ pattern = "layers.*", lr = 0.5 }]',
     "validation.sources": OTHERS["training.sources"],
     "compile.backend": '"eager"',

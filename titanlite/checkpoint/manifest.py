@@ -62,6 +62,7 @@ class _ManifestSchema(untrusted.FileSchema):
     config: dict[str, dict[str, Any]]
     architecture: dict[str, Any]
     model_source: dict[str, _Module] = Field(default={})  # imported weights have none
+    own_source: dict[str, _Module] = Field(default={})  # earlier versions have none
     run: str = ""  # imported weights, and runs of titanlite 0.2, have none
     files: dict[FileName, FileDigest]
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -44,4 +45,13 @@ Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False), 
 NO_NUL = r"^[^\x00]*$"  # which no path holds
 Name = Annotated[str, Field(min_length=1, max_length=1000, pattern=NO_NUL)]
 Text = Annotated[str, Field(max_length=1000, pattern=NO_NUL)]
+
+
+def _of_a_part(name: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+        raise PydanticCustomError("not_a_part", 'Input should be "package.module:name", a part of your own')
+    return name
+
+
+OwnPart = Annotated[str, Field(max_length=1000, pattern=NO_NUL), AfterValidator(_of_a_part)]  # of titanlite/interfaces.py
 Reshard = Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=2**20)]

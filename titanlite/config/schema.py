@@ -359,8 +359,10 @@ class LRScheduler(Section):
     decay_ratio: Annotated[bounds.Fraction | None, ALWAYS] = None
     """Share of total_steps that decays, at the end; the rate is constant between warm-up and decay. Unset: the decay starts
     right after the warm-up."""
-    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], _WITH_DECAY] = "linear"
-    """Shape of the decay."""
+    decay_type: Annotated[Literal["linear", "sqrt", "cosine"] | bounds.OwnPart, _WITH_DECAY] = "linear"
+    """Shape of the decay; "package.module:name" is a function of your own (docs/guides/own_parts.md)."""
+    options: Annotated[dict[str, JsonValue], _WITH_DECAY.and_when('lr_scheduler.decay_type has ":"')] = {}
+    """Keyword arguments of your own decay_type, as a table: [lr_scheduler.options], or --lr_scheduler.options.NAME VALUE."""
     min_lr_factor: Annotated[bounds.Fraction, _WITH_DECAY] = 0.0
     """The decay ends at this fraction of lr, in the last step. With 0 the last step is the last one above 0."""
 

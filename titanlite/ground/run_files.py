@@ -66,6 +66,7 @@ class _Start(FileSchema):
     command: list[str]
     global_batch: Positive | None = None
     model_source: dict[str, Any] | None = None
+    own_source: dict[str, Any] = Field(default={})  # earlier versions have none
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import run_tensors
 from titanlite.registry.family import Family
+from titanlite.registry.own import source_of_parts
 from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.transforms.parameters import is_adapter
 
@@ -45,7 +46,7 @@ _ON_RESUME = {
     f"{section}.{name}": schema.on_resume(name) for section, schema in SECTIONS.items() for name in schema.model_fields
 }
 _DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
-_SOURCE = "model.source"  # the code of the model, there
+_SOURCE = "model.source"  # the code of the model and of the user's own parts, there
 
 
 class RunIdentity(NamedTuple):
@@ -110,6 +111,7 @@ def numbers_of(run: RunIdentity, schedule: Schedule, progress: Progress) -> dict
         "schedule": {"total_steps": schedule.total_steps},  # a longer run keeps it; the rest is in the configuration
         "architecture": run.family.dimensions(),
         "model_source": source_of(run.family.module),
+        "own_source": source_of_parts(run.config),
         "config": run.config.model_dump(),
     }
 
@@ -284,11 +286,12 @@ def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
         if key in before and before[key] != value and _ON_RESUME[key] != MAY_CHANGE:
             yield Change(key, before[key], value)
     yield from _data_changes(numbers["data"], run.data.describe())
-    yield from _source_changes(numbers["model_source"], source_of(run.family.module))
+    then = numbers["model_source"] | numbers.get("own_source", {})
+    yield from _source_changes(then, source_of(run.family.module) | source_of_parts(run.config))
 
 
 def _source_changes(before: ModelSource, now: ModelSource) -> Iterator[Change]:
-    """The difference in the model's code."""
+    """The difference in the code of the model and of the user's own parts."""
     if not (names := changed_modules(before, now)):
         return
     then, here = (

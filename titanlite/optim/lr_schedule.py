@@ -4,7 +4,29 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, LRScheduler
+from titanlite.ground.errors import UserError
+from titanlite.interfaces import Decay
+from titanlite.registry import own
+from titanlite.registry.family import location_of
+
+_KEY = "lr_scheduler.decay_type"
+_PROBES = 100_000  # steps at which a check calls a function of the user's own, evenly spread: a fraction of a second
+
+
+def _linear(step: int, start: int, end: int) -> float:
+    return 1 - (step - start) / (end - start)
+
+
+def _sqrt(step: int, start: int, end: int) -> float:
+    return 1 - math.sqrt((step - start) / (end - start))
+
+
+def _cosine(step: int, start: int, end: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * ((step - start) / (end - start))))
+
+
+_DECAYS: dict[str, Decay] = {"linear": _linear, "sqrt": _sqrt, "cosine": _cosine}
 
 
 class Schedule(NamedTuple):
@@ -15,6 +37,7 @@ class Schedule(NamedTuple):
     decay_start: int  # the last step at the full rate
     total_steps: int
     decay_type: str
+    decay: Decay
     min_factor: float
     decay_end: int  # the first step at the minimum; equal to decay_start where nothing decays
 
@@ -25,13 +48,33 @@ class Schedule(NamedTuple):
             return self.lr * step / self.warmup_steps
         if step <= self.decay_start or self.decay_start == self.decay_end:
             return self.lr
-        progress = min(1.0, (step - self.decay_start) / (self.decay_end - self.decay_start))
-        left = {
-            "linear": 1 - progress,
-            "sqrt": 1 - math.sqrt(progress),
-            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        }[self.decay_type]
+        left = self.decay(min(step, self.decay_end), self.decay_start, self.decay_end)
         return self.lr * (self.min_factor + (1 - self.min_factor) * left)
+
+
+def _decay_of(cfg: LRScheduler) -> Decay:
+    """The decay of a configuration. One of the user's own raises UserError where it fails, or returns no share.
+
+    Raises UserError where there is no such function, or it does not take these options.
+    """
+    if ":" not in cfg.decay_type:
+        return _DECAYS[cfg.decay_type]
+    function, setting = (
+        own.with_options(_KEY, cfg.decay_type, ("step", "start", "end"), cfg.options),
+        f'{_KEY} = "{cfg.decay_type}"',
+    )
+
+    def decay(step: int, start: int, end: int) -> float:
+        try:
+            share = function(step, start, end)
+        except Exception as error:  # the user's function can raise anything
+            raise UserError(f"{setting}: fails at step {step} ({location_of(error)}): {error!r}") from error
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            where = own.place(own.function_of(_KEY, cfg.decay_type))
+            raise UserError(f"{setting}: returns {share!r} at step {step}; must be a number from 0.0 to 1.0 ({where})")
+        return float(share)
+
+    return decay
 
 
 def build_schedule(config: Config, total_steps: int | None = None) -> Schedule:
@@ -44,11 +87,12 @@ def build_schedule(config: Config, total_steps: int | None = None) -> Schedule:
     cfg, total = config.lr_scheduler, total_steps or config.schedule_steps
     start = cfg.warmup_steps if cfg.decay_ratio is None else total - round(total * cfg.decay_ratio)
     end = total + 1 if cfg.min_lr_factor == 0 and start < total else total
-    return Schedule(config.optimizer.lr, cfg.warmup_steps, start, total, cfg.decay_type, cfg.min_lr_factor, end)
+    return Schedule(config.optimizer.lr, cfg.warmup_steps, start, total, cfg.decay_type, _decay_of(cfg), cfg.min_lr_factor, end)
 
 
 def faults(config: Config) -> Iterator[str]:
-    """Phases that do not fit in the schedule, and steps after its end that would change nothing."""
+    """Phases that do not fit in the schedule, a decay of the user's own that fails, and steps after the end that would change
+    nothing."""
     cfg, total = config.lr_scheduler, config.schedule_steps
     length = f"lr_scheduler.total_steps = {total}" if cfg.total_steps else f"training.steps = {total}"
     decay = 0 if cfg.decay_ratio is None else config.decay_steps
@@ -59,6 +103,22 @@ def faults(config: Config) -> Iterator[str]:
         yield f"{key}: a decay of {decay} steps and {warmup} do not fit in {length}"
     elif cfg.decay_ratio and not decay:
         yield f"lr_scheduler.decay_ratio = {cfg.decay_ratio}: is less than one step of {length}; set it to 0.0, or higher"
-    if config.training.steps > total and cfg.min_lr_factor == 0 and config.decay_steps > 0:
+    if ":" in cfg.decay_type and (fault := _fault_of_own(config)):
+        yield from fault.splitlines()
+    elif config.training.steps > total and build_schedule(config).at(total + 1) == 0:
         remedy = "raise lr_scheduler.total_steps or set lr_scheduler.min_lr_factor"
         yield f"training.steps = {config.training.steps}: after {length} the learning rate is 0; {remedy}"
+
+
+def _fault_of_own(config: Config) -> str:
+    """Why a decay of the user's own cannot be used; "" where every probed step has a rate, the same one when asked again."""
+    try:
+        schedule = build_schedule(config)
+        first, last = schedule.decay_start + 1, schedule.decay_end
+        for step in (*range(first, last, 1 + (last - first) // _PROBES), last):
+            if schedule.at(step) != schedule.at(step):
+                where = own.place(own.function_of(_KEY, config.lr_scheduler.decay_type))
+                return f'{_KEY} = "{config.lr_scheduler.decay_type}": returns two different values at step {step} ({where})'
+    except UserError as error:
+        return str(error)
+    return ""

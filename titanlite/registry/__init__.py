@@ -5,5 +5,6 @@ overrides.py    model.overrides
 description.py  the config.json of a folder in Hugging Face's format
 check.py        a check of a configuration: its faults, and the checks that it needs
 limits.py       what a family declares that it cannot do
+own.py          parts of the user's own, by the names in keys
 source.py       the source code that a model consists of, and what has changed since a checkpoint
 """

@@ -139,23 +139,31 @@ def family_names() -> list[str]:
     return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name not in _SHARED]
 
 
+def import_named(setting: str, dotted: str, remedy: str) -> ModuleType:
+    """The module that the user names. setting: the key and its value, for messages. remedy: for a module that is not there.
+
+    Raises UserError where there is no such module, and BrokenModule where its import fails.
+    """
+    if not dotted.startswith("models.") and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where the user's own modules are
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
+            raise BrokenModule(f"{setting}: {dotted} imports {error.name}, which is not installed") from error
+        raise UserError(f"{setting}: there is no module {dotted}; {remedy}") from None
+    except (Exception, SystemExit) as error:  # the user's module can raise anything
+        raise BrokenModule(f"{setting}: importing {dotted} failed ({location_of(error)}): {error!r}") from error
+
+
 def load_module(name: str) -> ModuleType:
     """The module of a family, with all parts of the interface. Raises UserError, or BrokenModule, which is one."""
     families = ", ".join(family_names())
     dotted = name if "." in name else f"models.{name}"
     if not all(part.isidentifier() for part in dotted.split(".")):
         raise UserError(f"model.name = {name!r}: must be one of {families}, or a dotted module name")
-    if "." in name and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where the user's own modules are
-    try:
-        module = importlib.import_module(dotted)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
-            raise BrokenModule(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
-        here = f"models/ has: {families}; for a module of your own give its dotted name, importable from here"
-        raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
-    except (Exception, SystemExit) as error:  # the user's module can raise anything
-        raise BrokenModule(f"model.name = {name!r}: importing {dotted} failed ({location_of(error)}): {error!r}") from error
+    here = f"models/ has: {families}; for a module of your own give its dotted name, importable from here"
+    module = import_named(f"model.name = {name!r}", dotted, here)
     if lacking := [part for part in OFFERS if not hasattr(module, part)]:
         raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if FROM_ASSETS in module.FLAVORS:

@@ -1,20 +1,20 @@
-"""titanlite replay RUN --step N [--ranks RANKS] [--attempt K] [--model NAME]
+"""titanlite replay RUN --step N [--ranks RANKS] [--attempt K] [--model NAME] [--own PART ...]
 
 Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that
 step. Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start
 the command in the folder where the run was started, so that paths are found. --model names the module of the model, if that is
-no family of models/. By default the command uses one process, and the numbers equal those of the run within rounding. --ranks N
-uses the mesh of the run on N ranks, and the numbers equal those of the run bit for bit. Where rollbacks made the run repeat a
-step, --attempt selects one, counted from 1.
+no family of models/; --own names a part of your own in the run's configuration, such as my_parts:decay, once for each. By
+default the command uses one process, and the numbers equal those of the run within rounding. --ranks N uses the mesh of the run
+on N ranks, and the numbers equal those of the run bit for bit. Where rollbacks made the run repeat a step, --attempt selects
+one, counted from 1.
 """
 
 import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,8 @@ from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
 from titanlite.registry.family import family_of, trusted, vocabulary_of
-from titanlite.registry.source import changed_modules, diff, source_of
+from titanlite.registry.own import check_trust, source_of_parts
+from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
 from titanlite.transforms.shards import local_part
 from titanlite.verify.compare import Run, begin, follow, on_mesh, relative_difference, replaced
@@ -92,8 +93,8 @@ def furthest(run: Path, config: Config, entries: list[dict[str, Any]]) -> int:
     return min(config.training.steps, max(known, default=0) + config.metrics.log_freq)
 
 
-def setting_of(run: Path, step: int, named: str = "") -> tuple[Config, int]:
-    """(configuration, global batch size) of a step. named: as for `trusted`.
+def setting_of(run: Path, step: int, named: str = "", own: Collection[str] = ()) -> tuple[Config, int]:
+    """(configuration, global batch size) of a step. named: as for `trusted`. own: as for `check_trust`.
 
     The first checkpoint at or after the step holds them: between two checkpoints a run has one configuration. Without such a
     checkpoint they are those of the latest start. Raises UserError for a folder that is no run directory.
@@ -102,7 +103,10 @@ def setting_of(run: Path, step: int, named: str = "") -> tuple[Config, int]:
         raise UserError(f"{run}: there is no {CONFIG}: not the folder of a run")
     config = trusted(read_config(str(run / CONFIG), []), run, named)
     if numbers := saved_after(step, run / config.checkpoint.folder):
-        return trusted(stored_config(numbers["config"], run), run, named), numbers["global_batch"]
+        config = trusted(stored_config(numbers["config"], run), run, named)
+        check_trust(config, run, own)
+        return config, numbers["global_batch"]
+    check_trust(config, run, own)
     if config.training.global_batch_size > 0:
         return config, config.training.global_batch_size
     try:
@@ -127,13 +131,14 @@ def latest_start(run: Path) -> dict[str, Any]:
     return starts[-1] if starts else {}
 
 
-def check_source(step: int, run: Path, numbers: dict[str, Any], module: ModuleType) -> None:
+def check_source(step: int, run: Path, numbers: dict[str, Any], now: ModelSource) -> None:
     """Raises UserError where a step was done with other code. numbers: of `saved_after`; empty: the latest start counts."""
-    before = (numbers or latest_start(run)).get("model_source")
-    if before and changed_modules(before, source_of(module)):
+    found = numbers or latest_start(run)
+    before = (found.get("model_source") or {}) | found.get("own_source", {})
+    if before and changed_modules(before, now):
         remedy = "Restore that code: the repeated step would differ from that of the run"
         title = f"--step {step}: the code of the model has changed since the run did this step:"
-        raise UserError(f"{title}\n{diff(before, source_of(module))}\n{remedy}")
+        raise UserError(f"{title}\n{diff(before, now)}\n{remedy}")
 
 
 def replay_config(config: Config, global_batch: int, ranks: int | None) -> Config:
@@ -189,7 +194,7 @@ def replay(
     config: of `replay_config`. Raises UserError where the data or the model are not those of the run.
     """
     later = saved_after(step, folder / config.checkpoint.folder)
-    check_source(step, folder, later, family_of(config.model).module)
+    check_source(step, folder, later, source_of(family_of(config.model).module) | source_of_parts(config))
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
     timeline = progress.timeline.after(progress.step, route.rollbacks)
     began = stored(later, "the next checkpoint").at(step)[0].began if later else 0
@@ -320,10 +325,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=LOCAL_RANKS, help="(default: one process without the mesh of the run)")
     parser.add_argument("--attempt", type=STEPS, help="(default: the last one)")
     parser.add_argument("--model", type=nonempty, help="module of the model, if it is no family of models/")
+    parser.add_argument("--own", type=nonempty, action="append", default=[], help="part of your own that the run names")
     options = parser.parse_args()
     process.set_up_logging()
     run, step, ranks = options.run, options.step, options.ranks or 1
-    config, global_batch = setting_of(run, step, options.model or "")
+    config, global_batch = setting_of(run, step, options.model or "", options.own)
     entries = read_entries(run / INCIDENTS)
     if step > (last := furthest(run, config, entries)):
         raise UserError(f"--step {step}: the run in {run} reached step {last} at most")

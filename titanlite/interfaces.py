@@ -1,0 +1,26 @@
+"""What a part of your own must offer that a key of the configuration names as "package.module:name".
+
+A part needs to import nothing of titanlite; these protocols say how it is called. Its options are keyword arguments, from the
+table `options` of the same section. titanlite calls it on every rank, and the checks call it before any rank starts.
+"""
+
+from typing import Protocol
+
+
+class Decay(Protocol):
+    """`lr_scheduler.decay_type`: the decay of the learning rate.
+
+    def decay(step: int, start: int, end: int, **options) -> float
+
+    Called for steps `start < step <= end`; options are passed by keyword. Every rank calls it for every step, often more than
+    once, so it must be a pure function: the same numbers give the same result, in every process.
+    """
+
+    def __call__(self, step: int, start: int, end: int) -> float:
+        """The share of the decaying rate that is left at a step, from 1.0 down to 0.0.
+
+        The rate is lr * (min_lr_factor + (1 - min_lr_factor) * share). step: counted from 1. start: the last step at the full
+        rate, 0 where a run has no warm-up. end: the first step at the minimum, after which the share stays what it is there:
+        the last step of the schedule, or with min_lr_factor = 0 the step after it.
+        """
+        ...

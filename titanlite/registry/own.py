@@ -1,0 +1,120 @@
+"""Parts of a run that are the user's own code, which a key names as "package.module:name": found, called with their options.
+
+As for a model's module, the user's own configuration or command names what is imported, never a file that a run has written;
+and their source code belongs to the run: checkpoints and provenance.json hold it, a resume compares it.
+"""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from titanlite.config.read import allowed, suggest
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
+from titanlite.registry.family import import_named
+from titanlite.registry.source import ModelSource, source_of
+
+KEYS = ("lr_scheduler.decay_type",)  # which can name a part
+
+
+def parts_of(config: Config) -> dict[str, str]:
+    """key -> name, of the keys that name a part."""
+    values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in KEYS}
+    return {key: name for key, name in values.items() if ":" in name}
+
+
+def source_of_parts(config: Config) -> ModelSource:
+    """The source code of a run's parts: their modules and what these import, as for a model. Raises UserError."""
+    found: ModelSource = {}
+    for key, name in parts_of(config).items():
+        found |= source_of(_module(key, name))
+    return found
+
+
+def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
+    """Raises UserError for a part that a file names and the user's command does not. named: the parts that it names."""
+    for key, name in parts_of(config).items():
+        if name not in named:
+            raise UserError(
+                f'{source}: {key} = "{name}": no code that a file names is run; if you trust it, name it yourself: --own {name}'
+            )
+
+
+def function_of(key: str, name: str) -> Callable[..., Any]:
+    """The function that a key names. Raises UserError that says what is wrong with the module or the name."""
+    module, attribute = _module(key, name), name.partition(":")[2]
+    if not hasattr(module, attribute):
+        offered = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise UserError(f'{key} = "{name}": {module.__file__} has no {attribute}{suggest(attribute, offered)}')
+    part = getattr(module, attribute)
+    if isinstance(part, type) or not callable(part):
+        raise UserError(f'{key} = "{name}": must be a function, and is {_kind(part)} ({module.__file__})')
+    return part
+
+
+def with_options(key: str, name: str, given: Sequence[str], options: dict[str, Any]) -> Callable[..., Any]:
+    """The function that a key names, with its options. given: the names of the positional arguments that titanlite passes.
+
+    The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
+    """
+    part = function_of(key, name)
+    table, parameters = f"{key.split('.')[0]}.options", inspect.signature(part).parameters
+    positional = [each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]
+    own = {
+        each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in positional
+    }
+    hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    faults = []
+    for option, value in options.items():
+        if option not in own and not any_name:
+            known = suggest(option, list(own), f"{table}.") if own else "; it has none"
+            faults.append(f"{table}.{option}: {name} has no such option{known}")
+        elif option in hints:
+            try:
+                TypeAdapter(hints[option]).validate_python(value, strict=True)
+            except ValidationError as error:
+                faults.append(f"{table}.{option} = {value!r}: must be {allowed(list(error.errors()))}")
+    missing = [each for each, parameter in own.items() if parameter.default is parameter.empty and each not in options]
+    faults += [f"{table}: has no {each}, which {name} needs" for each in missing]
+    if not faults:
+        try:
+            inspect.signature(part).bind(*given, **options)
+        except TypeError as error:
+            faults.append(
+                f'{key} = "{name}": must take {", ".join(given)}, then its options by keyword: {error} ({place(part)})'
+            )
+    if faults:
+        raise UserError("\n".join(faults))
+    return functools.partial(part, **options)
+
+
+def place(part: Callable[..., Any]) -> str:
+    """File and line of a function."""
+    code = getattr(inspect.unwrap(part), "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(part)
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _module(key: str, name: str) -> Any:
+    dotted = name.partition(":")[0]
+    return import_named(f'{key} = "{name}"', dotted, "it must be importable from here")
+
+
+def _kind(part: object) -> str:
+    return "a class" if isinstance(part, type) else f"a value of type {type(part).__name__}"
+
+
+def _hints(part: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function's arguments; none where they name what only a type checker imports."""
+    try:
+        return typing.get_type_hints(part)
+    except (NameError, TypeError):
+        return {}
