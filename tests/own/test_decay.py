@@ -134,6 +134,8 @@ def test_no_part_that_a_run_names_is_imported_without_the_users_own_word(tmp_pat
     with pytest.raises(UserError, match=r"no code that a file names is run; .* --own foreign_part:f"):
         check_trust(config, Path("run"), ["another:f"])
     check_trust(config, Path("run"), ["foreign_part:f"])
+    with pytest.raises(UserError, match="--own another:f: run names no such part"):
+        check_trust(config, Path("run"), ["foreign_part:f", "another:f"])
     (tmp_path / "config.toml").write_text(to_toml(config))
     with pytest.raises(UserError, match="--own foreign_part:f"):
         setting_of(tmp_path, 1)

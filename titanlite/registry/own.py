@@ -37,12 +37,18 @@ def source_of_parts(config: Config) -> ModelSource:
 
 
 def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
-    """Raises UserError for a part that a file names and the user's command does not. named: the parts that it names."""
-    for key, name in parts_of(config).items():
+    """Raises UserError for a part that a file names and the user's command does not, or the other way round.
+
+    named: the parts that the command names.
+    """
+    parts = parts_of(config)
+    for key, name in parts.items():
         if name not in named:
             raise UserError(
                 f'{source}: {key} = "{name}": no code that a file names is run; if you trust it, name it yourself: --own {name}'
             )
+    if unused := [name for name in named if name not in parts.values()]:
+        raise UserError(f"--own {unused[0]}: {source} names no such part; remove the option")
 
 
 def function_of(key: str, name: str) -> Callable[..., Any]:
