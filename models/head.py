@@ -255,18 +255,22 @@ def _own_loss_and_gradient(token_loss: TokenLoss, logits: Tensor, label: Tensor,
         leaf = whole.float().detach().requires_grad_()
         capped = leaf if options.softcap is None else options.softcap * torch.tanh(leaf / options.softcap)
         losses = token_loss(capped, torch.where(valid, label, 0))
-        if losses.shape != label.shape:
-            raise ValueError(
-                f"training.loss: returned shape {tuple(losses.shape)} for {len(label)} tokens, not one loss for each"
-            )
-        if not losses.requires_grad:
-            raise ValueError("training.loss: does not depend on the logits, or hides that from autograd")
+        if fault := token_loss_fault(losses, label):
+            raise ValueError(f"the head's loss {fault}")
         if options.z_loss:
             losses = losses + options.z_loss * capped.logsumexp(dim=-1).square()
         loss = torch.where(valid, losses.float(), 0.0).sum()
         (gradient,) = torch.autograd.grad(loss, leaf)
     logits.copy_(gradient[:, options.first : options.first + logits.shape[1]] * scale)
     return loss.detach()
+
+
+def token_loss_fault(losses: object, labels: Tensor) -> str:
+    """What is wrong with the result of a TokenLoss; "" if nothing is."""
+    if not isinstance(losses, Tensor) or losses.shape != labels.shape:
+        what = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"{losses!r}"
+        return f"returns {what} for {len(labels)} tokens, not one loss for each"
+    return "" if losses.requires_grad else "does not depend on the logits, or hides that from autograd"
 
 
 def _gathered(logits: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:

@@ -42,3 +42,12 @@ def test_another_loss_trains_as_on_one_process(pools, cell):
     comparison = compare(found, alone(pools[1], sections.get("model", {}).get("flavor", "plain")))
     assert [str(each) for each in comparison.excessive] == []
     assert comparison.of("gradients")
+
+
+def test_the_loss_that_a_key_names_is_the_one_that_is_trained_with(pools):
+    keys = {"loss": "tests.own.parts:smoothed", "loss_options": {"share": 0.1}}
+    named = config_of({}, "plain", training={"steps": 3, "z_loss": 1e-3, **keys})
+    found = pools[1].run(TRAJECTORY, degrees={}, config=named)[0][0]
+    assert [str(each) for each in compare(found, alone(pools[1], "plain")).excessive] == []
+    other = named.model_copy(update={"training": named.training.model_copy(update={"loss_options": {"share": 0.3}})})
+    assert compare(pools[1].run(TRAJECTORY, degrees={}, config=other)[0][0], found).excessive

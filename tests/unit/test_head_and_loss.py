@@ -187,7 +187,7 @@ def test_another_loss_is_summed_over_labels_and_has_its_own_gradients_in_chunks(
 
 
 WRONG_LOSSES = {
-    "returned shape": lambda logits, labels: F.cross_entropy(logits, labels),
+    "returns a tensor of shape": lambda logits, labels: F.cross_entropy(logits, labels),
     "hides that from autograd": lambda logits, labels: F.cross_entropy(logits.detach(), labels, reduction="none"),
 }
 
@@ -196,7 +196,7 @@ WRONG_LOSSES = {
 def test_a_loss_that_is_not_one_of_each_token_is_refused(fault):
     head, (hidden, labels) = _head(28), _inputs()
     head.loss = WRONG_LOSSES[fault]
-    with pytest.raises(ValueError, match=rf"training\.loss: .*{fault}"):
+    with pytest.raises(ValueError, match=f"loss .*{fault}|loss {fault}"):
         head(hidden, labels)
 
 
