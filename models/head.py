@@ -11,6 +11,11 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 IGNORE = -100  # a label that the loss ignores, as in PyTorch's cross entropy
 
+# A loss other than the cross entropy: logits (tokens, vocab) float32 and labels (tokens,) int64 -> losses (tokens,) float32.
+# Autograd differentiates it. Tokens come in chunks of any size. A token without label has label 0, and its loss is ignored.
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+_SMALLER = 4  # chunks of a TokenLoss: its float32 logits, their gradient, and what autograd keeps exist at once
+
 
 class Sizes(NamedTuple):
     """The largest temporary tensors of the head, in elements."""
@@ -43,6 +48,8 @@ class Head(nn.Module):
     label gets z_loss x logsumexp(logits)^2 added, which keeps the log-sum-exp near 0 (PaLM, arXiv:2204.02311, section 5).
     scale: float16's loss scale, () float32. The gradients of the logits get it before they are rounded, since a softmax over a
     large vocabulary has values below float16's smallest normal number, 6.1e-5; the backward pass divides by it.
+    loss: None is the cross entropy. Another one is used where gradients are enabled; what validation reports remains the cross
+    entropy, which compares runs.
     split_backward: the backward pass runs twice, for the gradient of the hidden states and later for that of the weight, as in
     pipelines without idle time; it then makes a copy of the weight's.
     """
@@ -52,6 +59,7 @@ class Head(nn.Module):
         self.vocab_size, self.softcap, self.z_loss = vocab_size, softcap, 0.0
         self.sizes: Sizes | None = None  # None: SIZES[device]
         self.scale: Tensor | None = None
+        self.loss: TokenLoss | None = None
         self.split_backward = False
         self.kernels = Kernels(logsumexp_and_target, to_gradient, accumulate)
         self.norm = norm
@@ -79,9 +87,14 @@ class Head(nn.Module):
             hidden = hidden.to_local(grad_placements=[Partial()])
             weight = weight.to_local(grad_placements=[Shard(0)])
         sizes = self.sizes or SIZES[hidden.device.type]
+        training = torch.is_grad_enabled()
+        loss = self.loss if training else None
+        if loss is not None:
+            sizes = sizes._replace(logits=sizes.logits // _SMALLER)
+            rows = self.vocab_size  # all of them, for each token
         chunk = chunk_of(labels.numel(), rows, sizes)
-        of_loss = self.softcap, self.z_loss, self.scale
-        how = self.kernels, torch.is_grad_enabled(), self.split_backward
+        of_loss = loss, self.vocab_size, self.softcap, self.z_loss, self.scale
+        how = self.kernels, training, self.split_backward
         options = _Options(first, group, chunk, sizes.product, *of_loss, *how)
         return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), options)
 
@@ -147,6 +160,8 @@ class _Options(NamedTuple):
     group: dist.ProcessGroup | None  # the ranks that the vocabulary is split over
     chunk: int  # tokens per chunk
     product: int | None  # as in Sizes
+    loss: TokenLoss | None  # None: the cross entropy
+    vocab_size: int  # of all ranks together
     softcap: float | None
     z_loss: float
     scale: Tensor | None  # of the gradients that the forward pass computes
@@ -176,7 +191,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), options.chunk):
             part, label = hidden[start : start + options.chunk], labels[start : start + options.chunk]
             logits = torch.mm(part, used.T, out=buffer[: len(part)])
-            loss += _loss_and_gradient(logits, label, options, with_gradient)
+            if options.loss is None:
+                loss += _loss_and_gradient(logits, label, options, with_gradient)
+            else:
+                loss += _own_loss_and_gradient(options.loss, logits, label, options)
             if grad_hidden is not None:
                 torch.mm(logits, used, out=grad_hidden[start : start + options.chunk])
             if grad_weight is not None:
@@ -224,6 +242,45 @@ def _loss_and_gradient(logits: Tensor, label: Tensor, options: _Options, with_gr
         where = (torch.arange(len(logits), device=logits.device), column)  # not scatter_: on CPU it copies all logits
         logits[where] = torch.where(mine, gradient.to(logits.dtype), logits[where])
     return torch.where(valid, loss, 0.0).sum()
+
+
+def _own_loss_and_gradient(token_loss: TokenLoss, logits: Tensor, label: Tensor, options: _Options) -> Tensor:
+    """As `_loss_and_gradient`, of another loss, whose gradient autograd computes from the logits of the whole vocabulary.
+
+    Every rank of the group computes the same losses, and keeps the gradient of its own logits.
+    """
+    valid, scale = label != IGNORE, 1.0 if options.scale is None else options.scale
+    whole = logits if options.group is None else _gathered(logits, options.vocab_size, options.group)
+    with torch.enable_grad():
+        leaf = whole.float().detach().requires_grad_()
+        capped = leaf if options.softcap is None else options.softcap * torch.tanh(leaf / options.softcap)
+        losses = token_loss(capped, torch.where(valid, label, 0))
+        if fault := token_loss_fault(losses, label):
+            raise ValueError(f"the head's loss {fault}")
+        if options.z_loss:
+            losses = losses + options.z_loss * capped.logsumexp(dim=-1).square()
+        loss = torch.where(valid, losses.float(), 0.0).sum()
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    logits.copy_(gradient[:, options.first : options.first + logits.shape[1]] * scale)
+    return loss.detach()
+
+
+def token_loss_fault(losses: object, labels: Tensor) -> str:
+    """What is wrong with the result of a TokenLoss; "" if nothing is."""
+    if not isinstance(losses, Tensor) or losses.shape != labels.shape:
+        what = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"{losses!r}"
+        return f"returns {what} for {len(labels)} tokens, not one loss for each"
+    return "" if losses.requires_grad else "does not depend on the logits, or hides that from autograd"
+
+
+def _gathered(logits: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
+    """The logits (chunk, vocab) of the whole vocabulary, from each rank's (chunk, rows)."""
+    ranks = dist.get_world_size(group)
+    rows = -(-vocab_size // ranks)  # the last ranks may have fewer, or none
+    mine = F.pad(logits, (0, rows - logits.shape[1]))
+    parts = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts, dim=1)[:, :vocab_size]
 
 
 class _WeightGradient:

@@ -4,7 +4,10 @@ A part needs to import nothing of titanlite; these protocols say how it is calle
 table `options` of the same section. titanlite calls it on every rank, and the checks call it before any rank starts.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Decay(Protocol):
@@ -22,5 +25,23 @@ class Decay(Protocol):
         The rate is lr * (min_lr_factor + (1 - min_lr_factor) * share). step: counted from 1. start: the last step at the full
         rate, 0 where a run has no warm-up. end: the first step at the minimum, after which the share stays what it is there:
         the last step of the schedule, or with min_lr_factor = 0 the step after it.
+        """
+        ...
+
+
+class TokenLoss(Protocol):
+    """`training.loss`: the loss of each token.
+
+    def loss(logits: Tensor, labels: Tensor, **options) -> Tensor
+
+    The head sums it over the labels of the step, and autograd differentiates it. Tokens come in chunks of any size, on every
+    rank that has the last layer; under tensor parallelism every rank gets the logits of the whole vocabulary. It is called in
+    the forward pass of training only: validation reports the cross entropy.
+    """
+
+    def __call__(self, logits: "Tensor", labels: "Tensor") -> "Tensor":
+        """Losses (tokens,) of logits (tokens, vocab) float32 and labels (tokens,) int64, each a token of the vocabulary.
+
+        Tokens without a label have the label 0; their losses are not counted. A token's loss may depend on its own row only.
         """
         ...

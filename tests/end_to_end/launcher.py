@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
-_MARK = "TITANLITE_TEST_RUN"  # in the environment of all processes of one run, whatever session they move to
+MARK = "TITANLITE_TEST_RUN"  # in the environment of all processes of one run, whatever session they move to
 _OF_THE_LAUNCHER = (
     *("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RDZV_TIMEOUT", "LOG_RANK", "MAX_RESTARTS", "OMP_NUM_THREADS"),
     "PYTHONPATH",
@@ -37,7 +37,7 @@ class Launch(NamedTuple):
 
     def pids(self) -> list[int]:
         """Its processes that are alive, whoever their parent is now."""
-        return _processes(self.mark)
+        return processes(self.mark)
 
     def ranks(self) -> dict[int, int]:
         """rank -> process, of the ranks that are alive."""
@@ -67,7 +67,7 @@ def launch(*words: str, folder: Path, script: Path = ROOT / "run_train.sh", **va
     """Starts run_train.sh, or a link to it, in `folder` with only `variables` for it in the environment, on the CPU."""
     mark = uuid.uuid4().hex
     kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
-    own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", _MARK: mark}
+    own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", MARK: mark}
     process = subprocess.Popen(
         [script, *words],
         cwd=folder,
@@ -100,12 +100,12 @@ def run(*words: str, folder: Path, timeout: float = PATIENCE, **variables: str) 
     return finish(launch(*words, folder=folder, **variables), timeout)
 
 
-def _processes(mark: str) -> list[int]:
+def processes(mark: str) -> list[int]:
     """All processes with this mark in their environment; zombies have none."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{_MARK}={mark}" in (entry / "environ").read_text(errors="replace").split("\0"):
+            if f"{MARK}={mark}" in (entry / "environ").read_text(errors="replace").split("\0"):
                 found.append(int(entry.name))
         except OSError:  # ended meanwhile, or another user's
             continue

@@ -4,3 +4,10 @@
 def inverse_sqrt(step: int, start: int, end: int, power: float = 0.5) -> float:
     """The share of the rate that is left: 1.0 where the decay starts."""
     return (max(1, start) / step) ** power
+
+
+def smoothed(logits, labels, share: float = 0.1):
+    """Cross entropy, of which a share is that of all tokens alike. logits (tokens, vocab) float32; labels (tokens,)."""
+    log_probabilities = logits.log_softmax(dim=-1)
+    wanted = log_probabilities.gather(1, labels[:, None])[:, 0]
+    return -(1 - share) * wanted - share * log_probabilities.mean(dim=-1)

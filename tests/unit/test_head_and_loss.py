@@ -44,7 +44,13 @@ def _run(head: Head, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> tupl
 
 
 def _reference(
-    head: Head, hidden: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None, z_loss: float = 0.0
+    head: Head,
+    hidden: Tensor,
+    labels: Tensor,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, list[Tensor]]:
     """The same in float64 by the textbook."""
     hidden = hidden.detach().double().requires_grad_()
@@ -53,7 +59,8 @@ def _reference(
     logits, labels = (normed @ weight.T).flatten(0, 1), labels.flatten()
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     of_all = logits.logsumexp(-1).square()[labels != IGNORE].sum()
-    loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) + z_loss * of_all
+    of_label = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100, label_smoothing=smoothing)
+    loss = of_label + z_loss * of_all
     (loss * scale).backward()
     return loss.detach(), [hidden.grad, weight.grad, norm.grad]
 
@@ -156,6 +163,41 @@ def test_z_loss_and_softcap_are_what_their_formulas_say_compiled_or_not(compiled
         head.kernels = type(head.kernels)(*(torch.compile(kernel, fullgraph=True) for kernel in head.kernels))
     expected = _reference(head, hidden, labels, softcap=softcap, z_loss=z_loss)
     _assert_equal(_run(head, hidden, labels), expected, tolerance=5e-6)
+
+
+def _smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    """Label smoothing by its formula: a tenth of the loss is that of all tokens alike."""
+    log_probabilities = logits.log_softmax(dim=-1)
+    wanted = log_probabilities.gather(1, labels[:, None])[:, 0]
+    return -(0.9 * wanted + 0.1 * log_probabilities.mean(dim=-1))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("softcap, z_loss", [(None, 0.0), (5.0, 1e-2)])
+def test_another_loss_is_summed_over_labels_and_has_its_own_gradients_in_chunks(compiled, softcap, z_loss):
+    (head, plain), (hidden, labels) = (_head(28), _head(28)), _inputs()
+    plain.softcap = softcap
+    head.softcap, head.z_loss, head.loss = softcap, z_loss, _smoothed
+    if compiled:
+        head.loss = torch.compile(head.loss)
+    expected = _reference(head, hidden, labels, softcap=softcap, z_loss=z_loss, smoothing=0.1)
+    _assert_equal(_run(head, hidden, labels), expected, tolerance=5e-6)
+    with torch.no_grad():  # validation
+        assert torch.equal(head(hidden, labels), plain(hidden, labels))
+
+
+WRONG_LOSSES = {
+    "returns a tensor of shape": lambda logits, labels: F.cross_entropy(logits, labels),
+    "hides that from autograd": lambda logits, labels: F.cross_entropy(logits.detach(), labels, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_LOSSES)
+def test_a_loss_that_is_not_one_of_each_token_is_refused(fault):
+    head, (hidden, labels) = _head(28), _inputs()
+    head.loss = WRONG_LOSSES[fault]
+    with pytest.raises(ValueError, match=f"loss .*{fault}|loss {fault}"):
+        head(hidden, labels)
 
 
 def test_the_gradient_of_a_label_that_is_all_but_certain_keeps_its_digits_in_bfloat16():

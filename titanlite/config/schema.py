@@ -139,6 +139,11 @@ class Training(Section):
     "rollback": training continues from the newest checkpoint without the bad batch, at most three times from the same one.
     With float16 only a non-finite loss counts, since gradients overflow occasionally; but more than 20 steps in a row that are
     not finite, or an overflow with a loss scale below 2^-14, end the run."""
+    loss: Annotated[Literal["cross_entropy"] | bounds.OwnPart, ALWAYS] = "cross_entropy"
+    """What is minimized: the sum over labels of the cross entropy, or of a loss of each token that "package.module:name"
+    computes from its logits (docs/guides/own_parts.md). Validation reports the cross entropy."""
+    loss_options: Annotated[dict[str, JsonValue], EffectiveWhen('training.loss has ":"')] = {}
+    """Keyword arguments of your own loss, as a table: [training.loss_options], or --training.loss_options.NAME VALUE."""
     z_loss: Annotated[bounds.NonNegative, ALWAYS] = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss of each token; it keeps the logits from drifting (PaLM,
     arXiv:2204.02311: 1e-4). The reported training loss includes it, the validation loss does not."""

@@ -15,13 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.attention import SeqInfo
 from models.blocks import positions_in_documents
 from models.decoder import Decoder
-from models.head import IGNORE, Head
+from models.head import IGNORE, Head, token_loss_fault
 from models.rope import DynamicScaling
 from models.split import split_sequence
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
+from titanlite.ground.errors import UserError
 from titanlite.parallel.mesh import DATA_DIMENSIONS, sum_over
 from titanlite.parallel.pipeline import Microbatch
+from titanlite.registry import own
+from titanlite.registry.family import location_of
+
+_PROBED = 3  # tokens for which a check calls a loss of the user's own
 
 
 class StepLoss(NamedTuple):
@@ -80,6 +85,7 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
             f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "
             "computes it; set it to 0"
         )
+    yield from _own_faults(config, model)
     for name in [field.name for field in fields(model.config)]:
         if isinstance(getattr(model.config, name), DynamicScaling):
             yield (
@@ -87,3 +93,34 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
                 "hand, so the loss of a document would depend on what is packed beside it; it is for generation and "
                 f'evaluation: to train, set model.overrides.{name} to "none" or to another rope_type, such as "yarn"'
             )
+
+
+def _own_faults(config: Config, model: Decoder) -> Iterator[str]:
+    """A loss of the user's own that cannot be called, or gives no differentiable loss of each token."""
+    cfg = config.training
+    if ":" not in cfg.loss:
+        return
+    key = f'training.loss = "{cfg.loss}"'
+    if not isinstance(model.head, Head):
+        yield f"{key}: the head of {config.model.name} is not models.head.Head, which computes it"
+        return
+    try:
+        loss = own.token_loss(cfg)
+    except UserError as error:
+        yield from str(error).splitlines()
+        return
+    assert loss is not None
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(_PROBED, model.head.vocab_size, generator=draw).requires_grad_()
+    labels = torch.arange(_PROBED) % model.head.vocab_size
+    place = own.place(own.function_of("training.loss", cfg.loss))
+    try:
+        losses = loss(logits, labels)
+        fault = token_loss_fault(losses, labels)
+    except Exception as error:  # the user's function can raise anything
+        yield f"{key}: fails ({location_of(error)}): {error!r}"
+        return
+    if not fault and not losses.isfinite().all():
+        fault = f"returns {losses.tolist()} for logits of a normal distribution"
+    if fault:
+        yield f"{key}: {fault} ({place})"

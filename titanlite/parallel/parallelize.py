@@ -17,6 +17,7 @@ from titanlite.config.schema import Config
 from titanlite.parallel import context, expert, pipeline, tensor
 from titanlite.parallel.expert import ExpertMeshes
 from titanlite.parallel.mesh import needs_fsdp
+from titanlite.registry import own
 from titanlite.registry.check import Faults, of_module
 from titanlite.registry.family import Family
 from titanlite.transforms import activation_checkpoint as recompute
@@ -60,9 +61,14 @@ class Step(NamedTuple):
     needs: tuple[str, ...] = ()  # checks that must have passed, as in `Check`
 
 
-def _z_loss(model: Decoder, build: Build) -> None:
-    if (factor := build.config.training.z_loss) and model.head is not None:
-        model.head.z_loss = factor
+def _loss(model: Decoder, build: Build) -> None:
+    cfg = build.config.training
+    if model.head is None:  # of another stage
+        return
+    if cfg.z_loss:
+        model.head.z_loss = cfg.z_loss
+    if (loss := own.token_loss(cfg)) is not None:
+        model.head.loss = loss
 
 
 def _split_experts(model: Decoder, build: Build) -> None:
@@ -134,7 +140,7 @@ STEPS = (
         lambda s: attention_kernels.faults(s.config, s.family),
         ("family",),
     ),
-    Step("z-loss", _z_loss),
+    Step("loss", _loss),
     Step(
         "context",
         lambda model, build: context.apply_context_parallel(model, build.config, build.mesh["cp"]),

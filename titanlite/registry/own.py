@@ -14,12 +14,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from titanlite.config.read import allowed, suggest
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Training
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import import_named
 from titanlite.registry.source import ModelSource, source_of
 
-KEYS = ("lr_scheduler.decay_type",)  # which can name a part
+# The keys that can name a part, each with the table of its options.
+KEYS = {"lr_scheduler.decay_type": "lr_scheduler.options", "training.loss": "training.loss_options"}
 
 
 def parts_of(config: Config) -> dict[str, str]:
@@ -69,7 +70,7 @@ def with_options(key: str, name: str, given: Sequence[str], options: dict[str, A
     The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
     """
     part = function_of(key, name)
-    table, parameters = f"{key.split('.')[0]}.options", inspect.signature(part).parameters
+    table, parameters = KEYS[key], inspect.signature(part).parameters
     positional = [each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]
     own = {
         each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in positional
@@ -97,6 +98,16 @@ def with_options(key: str, name: str, given: Sequence[str], options: dict[str, A
     if faults:
         raise UserError("\n".join(faults))
     return functools.partial(part, **options)
+
+
+def token_loss(cfg: Training) -> Callable[..., Any] | None:
+    """The loss of each token that `training.loss` names, a `TokenLoss` of interfaces.py; None: the cross entropy.
+
+    Raises UserError as `with_options` does.
+    """
+    if ":" not in cfg.loss:
+        return None
+    return with_options("training.loss", cfg.loss, ("logits", "labels"), cfg.loss_options)
 
 
 def place(part: Callable[..., Any]) -> str:

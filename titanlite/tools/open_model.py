@@ -114,7 +114,8 @@ def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, asse
         warn_of_changes(source, found.numbers.get("model_source"), family.module)
     add_bos = config.training.add_bos
     tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
-    model = _build(family, config, device, DTYPES[dtype or config.training.mixed_precision_param])
+    precision = DTYPES[dtype or config.training.mixed_precision_param]
+    model = build(family, config, device, precision, dist.get_world_size())
     load.load_tensors(source, found, model_tensors(model), prefix="model.")
     return LoadedModel(model.eval(), config.training.seq_len, tokenizer, dist.get_world_size())
 
@@ -125,16 +126,16 @@ def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: 
     config = Config.model_validate({"model": {"name": found.name, "flavor": FROM_ASSETS, "hf_assets_path": str(source)}})
     tokenizer = load_tokenizer(assets or str(source), "--tokenizer")
     stored = next(iter(weights.values()))[0].dtype
-    model = _build(found.family, config, device, DTYPES[dtype] if dtype else stored)
+    model = build(found.family, config, device, DTYPES[dtype] if dtype else stored, dist.get_world_size())
     load_weights(model_tensors(model), weights)
     length = read_description(source).get("max_position_embeddings", _DEFAULT_LENGTH)
     return LoadedModel(model.eval(), length, tokenizer, dist.get_world_size())
 
 
-def _build(family: Family, config: Config, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """A model with buffers, split over all ranks, with memory for its weights."""
+def build(family: Family, config: Config, device: torch.device, dtype: torch.dtype, tp: int = 1) -> Decoder:
+    """A model with buffers, split over tp ranks, which are all there are, with memory for its weights."""
     model = on_meta(family, config)
-    if (tp := dist.get_world_size()) > 1:
+    if tp > 1:
         if faults := sharding_faults(model, family, tp):
             raise UserError("\n".join(faults))
         apply_tensor_parallel(model, family, build_mesh({**dict.fromkeys(DIMENSIONS, 1), "tp": tp}, device.type)["tp"])

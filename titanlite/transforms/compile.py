@@ -43,6 +43,8 @@ def compile_model(model: Decoder, cfg: Compile) -> None:
     if isinstance(model.head, Head):
         model.head.norm.forward = compiled(model.head.norm.forward)
         model.head.kernels = Kernels(*map(compiled, model.head.kernels))
+        if model.head.loss is not None:  # a user's code, which may hold what dynamo cannot trace
+            model.head.loss = torch.compile(model.head.loss, backend=cfg.backend)
     else:  # a fork's own
         model.head.forward = compiled(model.head.forward)
 

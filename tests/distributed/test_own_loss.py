@@ -1,0 +1,53 @@
+"""A loss other than the cross entropy gives the losses, norms and gradients of one process where the mesh splits its tokens."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import MODES, config_of
+from tests.repetitions import slow_but
+from titanlite.config.schema import Config
+from titanlite.parallel.mesh import ranks_of
+from titanlite.verify.compare import Trajectory, compare
+
+TRAJECTORY = "tests.distributed.scenarios:trajectory"
+CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "shard 2 x tp 2": ({"dp_shard": 2, "tp": 2}, {}),
+    "tp 4, a vocabulary that it does not divide": ({"tp": 4}, {"model": {"flavor": "uneven"}}),
+    "pp 2": ({"pp": 2}, {"parallelism": {"pipeline_parallel_schedule": "GPipe"}}),
+    "pp 2 x tp 2, tied": ({"pp": 2, "tp": 2}, {"model": {"flavor": "tied"}}),
+    "cp 2, recomputed": ({"cp": 2}, {"activation_checkpoint": MODES["full"]}),
+    "shard 2, compiled": ({"dp_shard": 2}, {"compile": {"enable": True, "backend": "aot_eager"}}),
+}
+
+
+def config_of_cell(degrees: dict[str, int], sections: dict[str, Any]) -> Config:
+    model = {"name": "tests.tiny_smoothed", "flavor": "plain"} | sections.get("model", {})
+    microbatches = 4 // degrees.get("dp_shard", 1) if "pp" in degrees else 1
+    others = {name: keys for name, keys in sections.items() if name != "model"}
+    return config_of(degrees, model.pop("flavor"), microbatches, model=model, training={"steps": 3, "z_loss": 1e-3}, **others)
+
+
+@functools.cache
+def alone(pool: Pool, flavor: str) -> Trajectory:
+    return pool.run(TRAJECTORY, degrees={}, config=config_of_cell({}, {"model": {"flavor": flavor}}))[0][0]
+
+
+@pytest.mark.parametrize("cell", slow_but(["shard 2 x tp 2", "pp 2", "cp 2, recomputed"], CELLS))
+def test_another_loss_trains_as_on_one_process(pools, cell):
+    degrees, sections = CELLS[cell]
+    found = pools[ranks_of(degrees)].run(TRAJECTORY, degrees=degrees, config=config_of_cell(degrees, sections))[0][0]
+    comparison = compare(found, alone(pools[1], sections.get("model", {}).get("flavor", "plain")))
+    assert [str(each) for each in comparison.excessive] == []
+    assert comparison.of("gradients")
+
+
+def test_the_loss_that_a_key_names_is_the_one_that_is_trained_with(pools):
+    keys = {"loss": "tests.own.parts:smoothed", "loss_options": {"share": 0.1}}
+    named = config_of({}, "plain", training={"steps": 3, "z_loss": 1e-3, **keys})
+    found = pools[1].run(TRAJECTORY, degrees={}, config=named)[0][0]
+    assert [str(each) for each in compare(found, alone(pools[1], "plain")).excessive] == []
+    other = named.model_copy(update={"training": named.training.model_copy(update={"loss_options": {"share": 0.3}})})
+    assert compare(pools[1].run(TRAJECTORY, degrees={}, config=other)[0][0], found).excessive

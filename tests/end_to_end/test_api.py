@@ -1,0 +1,99 @@
+"""Training from Python: what `titanlite.run` starts is the run of the command line, and `titanlite.Run` reads what it left."""
+
+import builtins
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+import titanlite
+from models.attention import SeqInfo
+from tests.end_to_end.launcher import MARK, ROOT, processes
+from tests.waiting import until
+from titanlite.config.read import read_config
+from titanlite.data.sources import open_tokenizer
+from titanlite.inference.generate import Sampling
+
+NOTEBOOK = ROOT / "docs" / "tutorials" / "notebook.ipynb"
+TABLES = {
+    "model": {"overrides": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}},
+    "training": {"dataset_path": "data.txt", "steps": 3, "seq_len": 32, "local_batch_size": 2},
+    "lr_scheduler": {"warmup_steps": 0},
+    "metrics": {"log_freq": 1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "data.txt").write_text("".join(f"Line {i} of the data says {i * i}.\n" for i in range(400)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def test_a_run_from_tables_resumes_on_other_ranks_and_its_results_are_read(folder, capfd):
+    run = titanlite.run(TABLES, checkpoint={"enable": True}, job={"dump_folder": "out"})
+    assert run.folder == Path("out") and "step 3/3" in capfd.readouterr().out
+    run = titanlite.run(TABLES, ranks=2, checkpoint={"enable": True}, job={"dump_folder": "out"}, training={"steps": 5})
+    assert run.metrics()["step"] == [1, 2, 3, 4, 5]
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert run.metrics()["loss"] == [line["loss"] for line in lines]
+    assert "startup_seconds" in run.metrics() and {len(column) for column in run.metrics().values()} == {5}
+    assert run.config().training.steps == 5 and [path.name for path in run.checkpoints()] == ["step-00000003", "step-00000005"]
+
+    (text,) = run.generate("Line 7", max_new_tokens=1, sampling=Sampling(temperature=0))
+    earlier, model = run.model(run.checkpoints()[0]), run.model()
+    assert not torch.equal(earlier.embed.weight, model.embed.weight)
+    with torch.no_grad():  # greedy, by hand
+        tokenizer = open_tokenizer("")
+        ids = tokenizer.begun(tokenizer.encode("Line 7"))
+        tokens = torch.tensor([ids])
+        likeliest = int(model.head(model(tokens, SeqInfo(torch.arange(len(ids))[None])))[0, -1].argmax())
+    assert text == tokenizer.decode([*ids, likeliest], skip_special_tokens=False)
+
+
+def test_a_fault_is_an_exception_that_names_the_key_and_nothing_is_started(folder):
+    with pytest.raises(ValueError, match=r"training\.stepz.*did you mean training\.steps"):
+        titanlite.run(TABLES, training={"stepz": 4}, job={"dump_folder": "out"})
+    with pytest.raises(ValueError, match=r"parallelism\.tensor_parallel_degree"):  # what the launcher's check finds
+        titanlite.run(TABLES, parallelism={"tensor_parallel_degree": 3}, job={"dump_folder": "out"})
+    assert not (folder / "out").exists()
+    with pytest.raises(ValueError, match="out: no such folder"):
+        titanlite.Run("out")
+
+
+def test_values_reach_the_run_as_options_do(folder, monkeypatch):
+    given = []
+    monkeypatch.setattr("titanlite.api._follow", lambda command, _: given.append(command[-6:]))
+    (folder / "run.toml").write_text('[job]\ndump_folder = "out"\n')
+    sources = [{"path": "data.txt", "weight": 2.0}]
+    training = {"sources": sources, "dataset_path": None, "seq_len": 64}
+    with pytest.raises(ValueError, match="out: no such folder"):  # nothing has made it
+        titanlite.run("run.toml", training=training, checkpoint={"enable": True}, model={"overrides": {"dim": 64}})
+    config = read_config("run.toml", [word for word in given[0] if word.startswith("--")])
+    assert [(source.path, source.weight) for source in config.training.sources] == [("data.txt", 2.0)]
+    assert (config.training.seq_len, config.checkpoint.enable, config.model.overrides) == (64, True, {"dim": 64})
+
+
+def test_an_interrupt_ends_all_ranks(folder, monkeypatch):
+    monkeypatch.setenv(MARK, folder.name)
+
+    def interrupted(text="", **words):
+        if re.match(r".* step +\d+/", text):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(builtins, "print", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        titanlite.run(TABLES, ranks=2, job={"dump_folder": "out"}, training={"steps": 100_000})
+    until(lambda: processes(folder.name) == [])
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    done = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
+    assert any("image/png" in output.get("data", {}) for cell in done.cells for output in cell.get("outputs", []))

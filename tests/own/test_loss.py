@@ -1,0 +1,40 @@
+"""A loss of the user's own: what is refused before any process starts. distributed/test_own_loss.py trains with one."""
+
+import pytest
+
+from tests.distributed.scenarios import config_of
+from titanlite.loop.loss import faults
+from titanlite.registry.family import family_of
+from titanlite.transforms.meta import on_meta
+
+# The function's body, its options, and what the one message says beside key and file.
+WRONG = {
+    "of the chunk": ("(logits.logsumexp(-1)).mean()", {}, "returns a tensor of shape () for 3 tokens"),
+    "no tensor": ("0.5", {}, "returns 0.5 for 3 tokens"),
+    "detached": ("logits.detach().logsumexp(-1)", {}, "does not depend on the logits"),
+    "raises": ("logits[:, labels + 10**6].sum(1)", {}, "fails (MODULE, line 2): "),
+    "not finite": ("(logits - logits).log().sum(-1)", {}, "for logits of a normal distribution"),
+    "misspelt option": ("logits.sum(-1)", {"shar": 0.1}, "training.loss_options.shar: "),
+    "wrong option": ("logits.sum(-1)", {"share": "much"}, "training.loss_options.share = 'much': must be "),
+}
+
+
+def faults_of(loss: str, **options) -> list[str]:
+    config = config_of({}, training={"loss": loss, "loss_options": options})
+    return list(faults(config, on_meta(family_of(config.model), config)))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_loss_is_one_message_with_its_key_and_place(case, tmp_path, monkeypatch):
+    body, options, said = WRONG[case]
+    module = f"wrong_{list(WRONG).index(case)}"
+    file = tmp_path / f"{module}.py"
+    file.write_text(f"def loss(logits, labels, share: float = 0.1):\n    return {body}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (fault,) = faults_of(f"{module}:loss", **options)
+    assert said.replace("MODULE", str(file)) in fault
+    assert fault.startswith("training.loss") and (options or str(file) in fault)
+
+
+def test_a_right_loss_is_not_refused():
+    assert faults_of("tests.own.parts:smoothed", share=0.2) == []

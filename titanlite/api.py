@@ -1,0 +1,172 @@
+"""Training from Python: `run` starts ranks as run_train.sh does; `Run` reads what a run has left in its folder.
+
+    import titanlite
+
+    run = titanlite.run("train_configs/llama_debug.toml", training={"steps": 50}, job={"dump_folder": "outputs/mine"})
+    run.metrics()["loss"]
+    run.generate("def main(")
+
+The ranks are processes of their own, so this works in notebooks, whose state they do not share. What they use of your code,
+such as a model family, is named as on the command line, and stands in a file.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.decoder import Decoder
+from titanlite.checkpoint.tensors import model_tensors
+from titanlite.checkpoint.whole import Stored
+from titanlite.config.read import read_config, toml_key, toml_value
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
+from titanlite.ground.run_files import CONFIG, METRICS, read_reports
+from titanlite.hf.export import Exported
+from titanlite.inference.generate import Sampling, continue_texts
+from titanlite.tools.checkpoint import checkpoints
+from titanlite.tools.open_model import build
+
+_SCRIPT = Path(__file__).parents[1] / "run_train.sh"  # sets what makes ranks faster; an installed wheel has none
+_LAST_LINES = 30  # of the log, in the message of a run that has failed
+
+
+def run(
+    config: str | Path | Mapping[str, Mapping[str, Any]], *, ranks: int | None = None, **sections: Mapping[str, Any]
+) -> "Run":
+    """Trains to the end, and prints the log as it comes. -> the run's folder.
+
+    config: a TOML file, or its tables as a dictionary. sections: values that go before those of the file, as options do:
+    `optimizer={"lr": 1e-3}`. ranks: processes on this machine; None: a rank for each GPU, or one. A run whose folder has a
+    checkpoint resumes from it.
+
+    Raises UserError for a fault in the configuration or data, and RuntimeError for a run that failed or was stopped before its
+    last step. KeyboardInterrupt, of Ctrl-C or of a notebook's stop button, ends the ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(config, Mapping):
+            file = Path(folder) / "config.toml"
+            file.write_text(_tables(config), encoding="utf-8")
+        else:
+            file = Path(config)
+        options = [f"--{section}.{key}={_option(value)}" for section, keys in sections.items() for key, value in keys.items()]
+        resolved = read_config(file, options)  # refuses unknown keys without starting anything
+        environment = dict(os.environ) if ranks is None else os.environ | {"NGPU": str(ranks)}
+        command = [str(_SCRIPT)] if _SCRIPT.is_file() else [sys.executable, "-m", "titanlite", "launch"]
+        _follow([*command, str(file), *options], environment | {"PYTHON": sys.executable})
+    return Run(resolved.job.dump_folder)
+
+
+def _tables(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """A dictionary of sections as TOML."""
+    lines = []
+    for section, keys in config.items():
+        lines += [f"[{toml_key(section)}]", *(f"{toml_key(key)} = {toml_value(value)}" for key, value in keys.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _option(value: Any) -> str:
+    """A value as the text of an option."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else toml_value(os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
+def _follow(command: list[str], environment: dict[str, str]) -> None:
+    """Runs a launcher and prints its lines, on the standard output of a notebook too. Raises as `run` does."""
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    launcher = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert launcher.stdout is not None
+    try:
+        for line in launcher.stdout:
+            print(line, end="", flush=True)
+            last.append(line)
+        code = launcher.wait()
+    except BaseException:  # not of the launcher, which a notebook's interrupt does not reach
+        launcher.terminate()
+        launcher.terminate()
+        launcher.wait()
+        raise
+    if code == 2:
+        raise UserError("".join(last).rstrip())
+    if code == 75:
+        raise RuntimeError("the run was stopped, and has saved a checkpoint; call run again to go on")
+    if code:
+        raise RuntimeError(f"the run ended with code {code}:\n{''.join(last).rstrip()}")
+
+
+class Run:
+    """A run's folder, while it trains or afterwards. folder: `job.dump_folder`, or one that holds checkpoints.
+
+    Raises UserError, here and in each method, for a folder or file that is not there, or that is damaged.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UserError(f"{folder}: no such folder")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    def config(self) -> Config:
+        """The resolved configuration of the latest start."""
+        return read_config(self.folder / CONFIG, [])
+
+    def metrics(self) -> dict[str, list[Any]]:
+        """The reports as columns: "step", "loss", "lr" and so on. A report without a value has None there.
+
+        `pandas.DataFrame(run.metrics())` is a table.
+        """
+        reports = read_reports(self.folder / METRICS)
+        names = dict.fromkeys(name for report in reports for name in report)
+        return {name: [report.get(name) for report in reports] for name in names}
+
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints, oldest first. At least one."""
+        return checkpoints(self.folder)
+
+    def model(self, checkpoint: Path | None = None, name: str = "") -> Decoder:
+        """The model of a checkpoint, the newest by default, in float32 on the CPU, in evaluation mode and in this process.
+
+        name: the module of a model that is no family of models/. `model.head(model(tokens, SeqInfo(positions)))` are logits
+        (models/decoder.py). Adapters are merged.
+        """
+        return _loaded(self._opened(checkpoint, name))
+
+    def generate(
+        self,
+        *prompts: str,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        checkpoint: Path | None = None,
+        name: str = "",
+    ) -> list[str]:
+        """Each prompt with its continuation, by `model(checkpoint, name)`, in this process.
+
+        sampling: temperature, top_k, top_p and seed.
+        """
+        exported = self._opened(checkpoint, name)
+        tokenizer = exported.tokenizer()
+        if tokenizer is None:
+            raise UserError(f"{self.folder}: has no tokenizer")
+        return continue_texts(_loaded(exported), tokenizer, prompts, max_new_tokens, sampling or Sampling(), tp=1)
+
+    def _opened(self, checkpoint: Path | None, name: str) -> Exported:
+        return Exported(Stored(checkpoint or self.checkpoints()[-1]), named=name)
+
+
+def _loaded(exported: Exported) -> Decoder:
+    model = build(exported.family, Config(), torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        for name, tensor in model_tensors(model).items():
+            tensor.copy_(exported.read_tensor(name.removeprefix("model.")))
+    return model.eval()
