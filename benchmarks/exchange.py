@@ -2,6 +2,9 @@
 
 Before (until commit 5949028) each of a token's experts got a message; now each rank that has experts for it does. These are
 averages over tokens that choose evenly, by `titanlite/plan/experts.py`, in bfloat16; what stays on a token's rank counts.
+
+The second table is what goes between nodes and inside of them, without what stays on a rank: now, and if a token went once to
+each node and from there to its ranks, which is not built (benchmarks/NOTES.md).
 """
 
 import argparse
@@ -16,7 +19,20 @@ CASES = {
 }
 TOKENS = 4096
 # dispatch and combination, their gradients, and what is sent again where blocks are recomputed
-ALL_TO_ALLS = {"no recomputation": (4, 4), "full, not compiled": (6, 5), "full, compiled": (6, 6)}
+# the groups of experts to which a token goes, and all; with as many nodes
+NODES = (
+    ("qwen3_moe:30b-a3b", 8, 2, 2),
+    ("qwen3_moe:30b-a3b", 16, 2, 2),
+    ("deepseek_v3:671b", 64, 8, 8),
+    ("deepseek_v3:671b", 64, 4, 8),
+)
+ALL_TO_ALLS = {"no recomputation": (4, 4), "full": (6, 5)}
+
+
+def reached(experts: int, ranks: int, top_k: int) -> float:
+    """Of the ranks, or nodes, among which experts are split, those to which a token goes."""
+    layout = Layout(ranks, experts // ranks, TOKENS, top_k, int(1.5 * TOKENS * top_k))
+    return on_busiest_rank((1,) * experts, layout)[0].sent / TOKENS
 
 
 def main() -> None:
@@ -24,13 +40,27 @@ def main() -> None:
     print("| model | EP | recomputation | messages of a token before | now | KiB a token and layer before | now | ratio |")
     print("| - | - | - | - | - | - | - | - |")
     for name, (shape, ranks) in CASES.items():
-        layout = Layout(ranks, shape.n_experts // ranks, TOKENS, shape.top_k, int(1.5 * TOKENS * shape.top_k))
-        each = on_busiest_rank((1,) * shape.n_experts, layout)[0].sent / TOKENS
+        each = reached(shape.n_experts, ranks, shape.top_k)
         packed = 2 * shape.dim + 8 * shape.top_k  # there, with the numbers and weights of experts; less on the way back
         for reduced, (before, now) in ALL_TO_ALLS.items():
             sizes = before * shape.top_k * 2 * shape.dim / 1024, now * each * packed / 1024
             numbers = f"{shape.top_k} | {each:.2f} | {sizes[0]:.0f} | {sizes[1]:.0f} | {sizes[1] / sizes[0]:.2f}"
             print(f"| {name} | {ranks} | {reduced} | {numbers} |")
+    print()
+    print(
+        "| model | EP | nodes, of these a token may go to | recomputation | KiB between nodes | if once each | inside | if so |"
+    )
+    print("| - | - | - | - | - | - | - | - |")
+    for name, ranks, groups, nodes in NODES:
+        shape, local = CASES[name][0], ranks // nodes
+        experts = shape.n_experts * groups // nodes
+        to_ranks, to_nodes = (reached(experts, number, shape.top_k) for number in (groups * local, groups))
+        away, beside = (nodes - 1) / nodes, (local - 1) / local
+        for reduced, (_, now) in ALL_TO_ALLS.items():
+            # dispatches have numbers and weights of 4 bytes, as the gradients of weights have
+            kib = (now * 2 * shape.dim + 4 * shape.top_k * (2 * (now - 3) + 1)) / 1024
+            messages = to_ranks * away, to_nodes * away, to_ranks / nodes * beside, to_ranks * beside
+            print(f"| {name} | {ranks} | {nodes}, {groups} | {reduced} |", *(f"{each * kib:.0f} |" for each in messages))
 
 
 if __name__ == "__main__":

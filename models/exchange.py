@@ -30,6 +30,7 @@ from models.all_to_all import (
     unpack,
 )
 from models.grouped import ACTIVATIONS, Activation, grouped_outer, grouped_product, grouped_sum
+from models.once import once
 
 
 class Rows(NamedTuple):
@@ -384,8 +385,8 @@ def exchanged_experts(
     tokens: (tokens, dim); chosen: (tokens, copies) int64; mix: the same shape, float32. weights: `Weights` of this rank's
     experts. capacity: the rows that a rank receives at a time. activation: of ACTIVATIONS. -> (tokens, dim)
     """
-    tokens = tokens.contiguous()
-    counts = exchange_counts(chosen, ranks, len(weights[0]), capacity, group_name)
+    tokens, chosen = tokens.contiguous(), once(lambda: chosen)  # a router of a fork may choose again; counts are of this choice
+    counts = once(lambda: exchange_counts(chosen, ranks, len(weights[0]), capacity, group_name))
     through, *kept = dispatch_experts(tokens, chosen, mix, counts, weights, capacity, activation, group_name)
     return combine_experts(through, tokens, chosen, mix, counts, weights, kept, capacity, activation, group_name)
 

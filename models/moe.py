@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from models.blocks import SwiGLU, local_weight
 from models.exchange import Weights, exchanged_experts
 from models.grouped import Activated, ActivationName, grouped_product, mixed_biases
+from models.once import once
 from models.torch_private import collectives, wait_tensor
 
-# What selective checkpointing by operation keeps. The choice is kept because a recomputation that rounds differently could
-# send a token to another expert.
+# What the compiler never recomputes, for the reasons of once.py.
+CHOICES = (torch.ops.aten.topk.default, torch.ops.titanlite.exchange_counts.default)
+# What selective checkpointing by operation keeps.
 KEEP = (
+    *CHOICES,
     torch.ops.titanlite.grouped_product.default,
-    torch.ops.titanlite.exchange_counts.default,
     torch.ops.titanlite.dispatch_experts.default,
-    torch.ops.aten.topk.default,
     torch.ops.aten.sort.stable,
 )
 
@@ -218,7 +219,7 @@ class Router(nn.Module):
         bias = None if self.logit_bias is None else local_weight(self.logit_bias)
         logits = _wide_linear(x.flatten(0, 1), local_weight(self.weight), bias)
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
-        chosen = self.choose(scores.detach())
+        chosen = once(lambda: self.choose(scores.detach()))
         weights = scores.gather(1, chosen)
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)

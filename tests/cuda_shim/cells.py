@@ -92,7 +92,7 @@ VARIANTS: dict[str, Variant] = {
     "cpu_offload": Variant({"parallelism": {"cpu_offload": True}}),
     "mixture": Variant(_MIXTURE, _GROUPED),
     "mixture, compiled": Variant(_MIXTURE | _COMPILED, _GROUPED),
-    "mixture, full": Variant(_MIXTURE | _recompute(mode="full"), _GROUPED, passes=2),
+    "mixture, full": Variant(_MIXTURE | _recompute(mode="full"), _GROUPED),
     "mixture, full, compiled": Variant(_MIXTURE | _COMPILED | _recompute(mode="full"), _GROUPED, passes=2),
     "mixture, per operation": Variant(_MIXTURE | _recompute(mode="selective", selective_ac_option="op"), _GROUPED),
     "mixture, per operation, compiled": Variant(

@@ -24,9 +24,11 @@ OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell[0] == "gpt
 # A rank receives at a time so many of the rows that it receives on average: the routing of these runs takes several chunks.
 SEVERAL_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.3}}
 MANY_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.03}}
+INDUCTOR: dict[str, Any] = {"compile": {"enable": True, "backend": "inductor"}}  # recomputes blocks itself
 ROUNDS = [
     ("plain", "shard 2, ep 2", "plain", SEVERAL_ROUNDS),
     pytest.param("gpt_oss", "shard 4, ep 4", "compiled", MANY_ROUNDS, marks=pytest.mark.slow),
+    pytest.param("shared", "shard 2, ep 2", "recomputed", SEVERAL_ROUNDS | INDUCTOR, marks=pytest.mark.slow),
 ]
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.profiler import profile
 
 from benchmarks.recompute import kept_bytes
 from tests.distributed.pool import Pool
@@ -15,7 +16,7 @@ from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, fir
 from titanlite.ground.torch_private import set_memory_budget
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
-from titanlite.registry.family import Family, load_family
+from titanlite.registry.family import Family, family_of, load_family
 
 HERE = "tests.distributed.test_recompute"
 
@@ -97,9 +98,9 @@ def test_a_model_adds_to_what_is_kept_by_its_own_table(pools):
 # ------------------------------------------------------------------------------------------------------- random numbers
 
 
-def gradients_with_dropout(mode: str) -> dict[str, torch.Tensor]:
+def gradients_with_dropout(mode: str, backend: str = "aot_eager") -> dict[str, torch.Tensor]:
     """Of a compiled model that draws random numbers inside of its blocks."""
-    name, keys = "tests.tiny_block_dropout", {"enable": True, "backend": "aot_eager"}
+    name, keys = "tests.tiny_block_dropout", {"enable": True, "backend": backend}
     config = config_of({}, model={"name": name}, activation_checkpoint=MODES[mode], compile=keys)
     torch._dynamo.reset()
     model = build_model(load_family(name, "plain"), config, mesh_of({}), CPU)
@@ -117,6 +118,14 @@ def test_recomputed_blocks_draw_the_dropout_of_their_forward_pass(pools):
         torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_blocks_that_inductor_recomputes_have_the_dropout_of_their_forward_pass(pools):
+    wanted, found = (
+        pools[1].run(f"{HERE}:gradients_with_dropout", mode=mode, backend="inductor")[0] for mode in ("none", "full")
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def difference_with_dropout(budget: float) -> float:
     """How far the gradient of a matrix is from what the forward pass says of it, relative to its norm.
 
@@ -124,13 +133,13 @@ def difference_with_dropout(budget: float) -> float:
     results. Compiled by inductor, one block.
     """
     torch._dynamo.reset()
-    set_memory_budget(budget)
+    set_memory_budget(budget, ())
     torch.manual_seed(0)
     first, last = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
     block = torch.compile(lambda x: last(F.dropout(F.silu(first(x)), 0.5)))
     results = block(torch.randn(512, 32).requires_grad_())  # activations are larger than weights, or nothing is recomputed
     results.sum().backward()
-    set_memory_budget(1.0)
+    set_memory_budget(1.0, ())
     assert last.weight.grad is not None
     expected = results.detach().sum(0)
     return float((last.weight @ last.weight.grad[0] - expected).norm() / expected.norm())
@@ -141,3 +150,29 @@ def difference_with_dropout(budget: float) -> float:
 def test_at_any_memory_budget_the_backward_pass_has_the_dropout_of_the_forward_pass(pools, budget):
     """With PyTorch's own choice of what to keep it is 0.25 off."""
     assert pools[1].run(f"{HERE}:difference_with_dropout", budget=budget)[0] < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------ choices of experts
+
+
+def calls_of_backward(backend: str | None) -> dict[str, int]:
+    """How often the second backward pass with experts on two ranks, all recomputed, runs what concerns their choice."""
+    degrees = {"dp_shard": 2, "ep": 2}
+    keys = {"enable": backend is not None, "backend": backend or "eager"}
+    config = config_of(degrees, model={"name": "tests.tiny_moe"}, activation_checkpoint=MODES["full"], compile=keys)
+    torch._dynamo.reset()
+    mesh = mesh_of(degrees)
+    model = build_model(family_of(config.model), config, mesh, CPU)
+    batch = first_microbatch(config, mesh)
+    summed_loss(model, batch).backward()
+    loss = summed_loss(model, batch)
+    with profile() as seen:
+        loss.backward()
+    names = ("aten::topk", *(f"titanlite::{name}" for name in ("exchange_counts", "dispatch_experts", "combine_experts")))
+    return {name: sum(event.name == name for event in seen.events()) for name in names}
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_recomputation_dispatches_tokens_and_chooses_counts_and_combines_nothing_again(pools, backend):
+    for calls in pools[2].run(f"{HERE}:calls_of_backward", backend=backend):
+        assert list(calls.values()) == [0, 0, 2, 0], calls  # two layers

@@ -9,6 +9,7 @@ Its module is loaded at that moment, and not with this file, since some take a s
 """
 
 import inspect
+import operator
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -230,25 +231,36 @@ def set_training_state(group: Any, state: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------------- compiler
 
 
-def set_memory_budget(share: float) -> None:
-    """The share of activations that the compiler's partitioner keeps; seeds of random numbers are always kept."""
+def set_memory_budget(share: float, kept: tuple[Any, ...]) -> None:
+    """The share of activations that the compiler's partitioner keeps. Inductor always keeps the results of `kept` operations
+    and the seeds of random numbers."""
     partitioner = resolve(NAMES["partitioner"].path)
     partitioner.activation_memory_budget = max(share, 1e-6)  # at 0 it keeps inputs alone
-    resolve(NAMES["inductor_config"].path).joint_custom_post_pass = _graph_pass(_keep_seeds) if share < 1 else None
+    resolve(NAMES["inductor_config"].path).joint_custom_post_pass = _graph_pass(_keep, kept) if share < 1 else None
     # Under tensor parallelism a graph's inputs include the DeviceMesh, whose size PyTorch 2.13 cannot
     # determine. It holds no activations. 2.11 has no such setting and needs none.
     if hasattr(partitioner, "unsafe_treat_script_objects_as_zero_size"):
         partitioner.unsafe_treat_script_objects_as_zero_size = True
 
 
-def _keep_seeds(graph: torch.fx.Graph) -> None:
-    """Marks what draws random numbers in a joint graph, by now a few seeds, as kept.
+def _keep(graph: torch.fx.Graph, kept: tuple[Any, ...]) -> None:
+    """Marks what a joint graph must not compute again: `kept`, and what draws random numbers, by now a few seeds.
 
     PyTorch 2.13 recomputes seeds at small budgets: dropout then has other zeros in the backward pass than in the forward pass.
     """
     for node in graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        source = node.args[0] if node.target is operator.getitem else node
+        if source.target in kept or _draws(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether it draws random numbers. The tag says so of attention without dropout too, whose results are large."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in schema(node.target).arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
 
 
 def set_async_tensor_parallel(enable: bool, before: Callable[[torch.fx.Graph], None]) -> None:
@@ -258,9 +270,9 @@ def set_async_tensor_parallel(enable: bool, before: Callable[[torch.fx.Graph], N
     config.post_grad_custom_pre_pass = _graph_pass(before) if enable else None
 
 
-def _graph_pass(function: Callable[[torch.fx.Graph], None]) -> Any:
-    key = resolve(NAMES["get_hash_for_files"].path)((inspect.getfile(function),))
-    methods = {"__call__": lambda self, graph: function(graph), "uuid": lambda self: key}
+def _graph_pass(function: Callable[..., None], *more: Any) -> Any:
+    key = resolve(NAMES["get_hash_for_files"].path)((inspect.getfile(function),), str(more))
+    methods = {"__call__": lambda self, graph: function(graph, *more), "uuid": lambda self: key}
     return type("GraphPass", (resolve(NAMES["CustomGraphPass"].path),), methods)()
 
 

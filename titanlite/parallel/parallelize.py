@@ -88,7 +88,7 @@ def _checkpoint_operations(model: Decoder, build: Build) -> None:
     if build.recomputed == "op":
         kept, rank = getattr(build.family.module, "KEEP", ()), cfg.lora.rank if cfg.lora.enable else None
         recompute.checkpoint_operations(model, kept, rank)
-    recompute.set_memory_budget(cfg.activation_checkpoint)  # also where only FlexAttention is compiled
+    recompute.set_memory_budget(cfg)  # also where only FlexAttention is compiled
 
 
 def _chunk_feed_forward(model: Decoder, build: Build) -> None:
@@ -103,7 +103,7 @@ def _compile(model: Decoder, build: Build) -> None:
 
 
 def _checkpoint_blocks(model: Decoder, build: Build) -> None:
-    if isinstance(every := build.recomputed, int):
+    if isinstance(every := build.recomputed, int) and not recompute.compiler_recomputes(build.config):
         offload = build.config.activation_checkpoint.offload and build.device.type == "cuda"
         recompute.checkpoint_blocks(model, every, Offload(build.device) if offload else None)
 

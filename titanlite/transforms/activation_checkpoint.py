@@ -1,9 +1,10 @@
 """Activation checkpointing: what the backward pass recomputes instead of keeping (Chen et al., "Training deep nets with
 sublinear memory cost", arXiv:1604.06174).
 
-There are two kinds. The compiler must see the selection of single operations, so that goes inside the compiled block, and so do
-the parts of a feed-forward layer. Whole blocks are checkpointed around their compiled form, since a DeviceMesh among the saved
-tensors of a compiled block fails. parallel/parallelize.py keeps that order.
+There are three kinds. The compiler must see the selection of single operations, so that goes inside the compiled block, and so
+do the parts of a feed-forward layer. Whole blocks are recomputed by inductor where it can (`compiler_recomputes`), and are else
+checkpointed around their compiled form, since a DeviceMesh among the saved tensors of a compiled block fails.
+parallel/parallelize.py keeps that order.
 """
 
 import functools
@@ -18,8 +19,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models.blocks import SwiGLU
 from models.decoder import Decoder
+from models.moe import CHOICES
+from models.once import passes
 from titanlite.config.conflicts import Conflict, conflicts
-from titanlite.config.schema import ActivationCheckpoint, Config
+from titanlite.config.schema import Config
 from titanlite.ground import torch_private
 from titanlite.ground.torch_private import (
     collectives,
@@ -60,10 +63,13 @@ def checkpoint_operations(model: Decoder, kept: tuple[Any, ...], rank: int | Non
 
 
 def checkpoint_blocks(model: Decoder, every: int, offload: Offload | None = None) -> None:
-    """Keeps only the input of every n-th block, beginning with the n-th; call it after compiling. offload: of these inputs."""
+    """Keeps only the input of every n-th block, beginning with the n-th, and what it computes `once`; call it after compiling.
+
+    offload: of these inputs.
+    """
     for number, block in enumerate(model.layers.values(), 1):
         if number % every == 0:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=passes)
             if offload is not None:
                 block.forward = offload.around(block.forward)
 
@@ -96,9 +102,23 @@ def chunk_feed_forward(model: Decoder, chunks: int) -> None:
         module.__class__ = _chunked_class(kind, chunks)
 
 
-def set_memory_budget(cfg: ActivationCheckpoint) -> None:
+def compiler_recomputes(config: Config) -> bool:
+    """Whether "full" is left to inductor, which recomputes only what gradients need: not a block's last matmul and all-to-all.
+
+    It keeps the results of all collectives, so that with tensor and context parallelism each block would keep the gathered
+    sequence. What computes a sequence in parts, or moves inputs to the host, is around compiled blocks.
+    """
+    cfg, parallel, compiler = config.activation_checkpoint, config.parallelism, config.compile
+    compiled = compiler.enable and "model" in compiler.components and compiler.backend == "inductor"
+    split = parallel.tensor_parallel_degree * parallel.context_parallel_degree > 1
+    return cfg.mode == "full" and compiled and not (split or cfg.offload or cfg.sequence_chunks > 1)
+
+
+def set_memory_budget(config: Config) -> None:
     """Sets the share of activations that the compiler's partitioner keeps; it has one budget a process."""
-    torch_private.set_memory_budget(cfg.memory_budget if cfg.mode == "memory_budget" else 1.0)
+    cfg = config.activation_checkpoint
+    share = cfg.memory_budget if cfg.mode == "memory_budget" else 0.0 if compiler_recomputes(config) else 1.0
+    torch_private.set_memory_budget(share, CHOICES)
 
 
 @functools.cache
