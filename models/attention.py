@@ -170,8 +170,9 @@ class Cache:
 
 
 TILES: Final = "tiles"  # `_attend_by_tiles`
+FLEX_FLASH: Final = "flex_flash"  # FlexAttention by FlashAttention 4's kernels instead of Triton's, for block masks
 _TILE = 64  # queries
-Backend = SDPBackend | Literal["tiles"]
+Backend = SDPBackend | Literal["tiles", "flex_flash"]
 
 
 def attend(
@@ -188,20 +189,24 @@ def attend(
 
     Returns (batch, heads, queries, v's width). mask: from `with_mask`; None: causal. scale: factor of the scores; None:
     1 / sqrt(head_dim). softcap: a score s becomes softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2). backend:
-    the only kernel that may run, one of scaled_dot_product_attention's or TILES; None: PyTorch chooses, and FlexAttention runs
-    where no other kernel is efficient. sinks: (heads,), scores of one more key, of which the value is 0, so that the weights of
-    a query may add up to less than 1 (Xiao et al., arXiv:2309.17453; learned, as in arXiv:2508.10925, section 2.2).
+    the only kernel that may run, one of scaled_dot_product_attention's, TILES or FLEX_FLASH; None: PyTorch chooses, and
+    FlexAttention runs where no other kernel is efficient. sinks: (heads,), scores of one more key, of which the value is 0, so
+    that the weights of a query may add up to less than 1 (Xiao et al., arXiv:2309.17453; learned, as in arXiv:2508.10925,
+    section 2.2).
     """
     plain = softcap is None and sinks is None
     if backend == TILES:
         assert mask is None and plain, "TILES computes causal attention without a softcap and sinks"
         return _attend_by_tiles(q, k, v, scale)
     gqa = k.shape[1] != q.shape[1]
+    options: Any = None
+    if backend == FLEX_FLASH:  # for masks that are not FlexAttention's, it is no choice
+        backend, options = None, {"BACKEND": "FLASH"}
     if backend is None and (isinstance(mask, BlockMask) or (not plain and q.is_cuda and mask is None)):
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
         modify = _modified(softcap, causal=mask is None)
         if sinks is None:
-            return flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa)
+            return flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa, kernel_options=options)
         wanted = AuxRequest(lse=True)
         out, found = flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa, return_aux=wanted)
         # the share of the real keys in the denominator: exp(lse) / (exp(lse) + exp(sink))

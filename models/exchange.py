@@ -83,6 +83,7 @@ class Layer(NamedTuple):
     layout: Layout
     chunks: list[Chunk]
     group: Any
+    sorted: dict[int, Pairs]  # by a chunk's first token: what `sent` has sorted
 
     @classmethod
     def of(
@@ -96,12 +97,14 @@ class Layer(NamedTuple):
         group_name: str,
     ) -> "Layer":
         group, layout = group_of(group_name), layout_of(chosen, counts, weights, capacity)
-        return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, group.rank()), group)
+        return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, group.rank()), group, {})
 
     def sent(self, this: Chunk) -> Pairs:
         """A chunk's tokens and the ranks to which they go."""
-        receivers = receivers_of(self.chosen[this.first : this.last], self.layout)
-        return Pairs.of(receivers, self.layout.ranks, sum(this.gives))
+        if this.first not in self.sorted:
+            receivers = receivers_of(self.chosen[this.first : this.last], self.layout)
+            self.sorted[this.first] = Pairs.of(receivers, self.layout.ranks, sum(this.gives))
+        return self.sorted[this.first]
 
     def dispatch(self, x: Tensor, this: Chunk, into: Tensor | None = None) -> Arriving:
         """Sends x of a chunk's tokens, (tokens, ...), to the ranks that have their experts, to each one once."""
@@ -245,7 +248,7 @@ def experts_backward(
     """
     layer = Layer.of(tokens, chosen, mix, counts, weights, capacity, group_name)
     to_tokens, to_mix = torch.empty_like(tokens), torch.empty_like(mix)
-    to_weights = [torch.zeros_like(weight) for weight in weights] if trained else []
+    to_weights: list[Tensor | None] = [None] * len(weights) if trained else []
     arriving = [layer.dispatch(gradients[this.first : this.last], this) for this in layer.chunks[:KEPT]]
     returning: list[tuple[Chunk, Arriving]] = []
 
@@ -265,11 +268,22 @@ def experts_backward(
             finish()
     while returning:
         finish()
-    return [to_tokens, to_mix, *to_weights]
+    return [to_tokens, to_mix, *(each for each in to_weights if each is not None)]
+
+
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    """The first chunk's gradient of a weight is its `total`; others are added to it."""
+    return more if total is None else total.add_(more)
 
 
 def _backward_of_chunk(
-    gradient: Tensor, rows: Rows, gate: Tensor, up: Tensor, weights: Weights, to_weights: list[Tensor], act: Activation
+    gradient: Tensor,
+    rows: Rows,
+    gate: Tensor,
+    up: Tensor,
+    weights: Weights,
+    to_weights: list[Tensor | None],
+    act: Activation,
 ) -> Tensor:
     """The gradients of received tokens and of their mix, packed; adds to those of weights, if there are any.
 
@@ -281,17 +295,16 @@ def _backward_of_chunk(
     to_gate, to_up, of_mix = act.backward(to_hidden, hidden, gate, up, mix)
     del to_hidden
     if to_weights:
-        to_weights[1] += grouped_outer(of_rows, hidden.mul_(mix), pairs.ends)
+        to_weights[1] = _added(to_weights[1], grouped_outer(of_rows, hidden.mul_(mix), pairs.ends))
     del of_rows, hidden  # what follows needs as much
     if to_weights:
         x = rows.spread(rows.x, size)
-        to_weights[0] += grouped_outer(to_gate, x, pairs.ends)
-        to_weights[2] += grouped_outer(to_up, x, pairs.ends)
+        to_weights[0] = _added(to_weights[0], grouped_outer(to_gate, x, pairs.ends))
+        to_weights[2] = _added(to_weights[2], grouped_outer(to_up, x, pairs.ends))
         del x
     if to_weights and weights.b2 is not None:
         to_biases = grouped_sum(to_gate, pairs.ends), rows.by_expert().t() @ gradient, grouped_sum(to_up, pairs.ends)
-        for to_bias, more in zip(to_weights[3:], to_biases, strict=True):
-            to_bias += more
+        to_weights[3:] = [_added(*each) for each in zip(to_weights[3:], to_biases, strict=True)]
     if weights.b2 is not None:
         of_mix[:-1] += (gradient @ weights.b2.t())[pairs.tokens, rows.experts()]
     to_mix = of_mix.new_zeros(pairs.positions.numel()).index_put_((pairs.chosen,), of_mix[:-1])

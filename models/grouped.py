@@ -48,7 +48,8 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """
     if _has_kernel(left, right):
         sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-        # nothing is multiplied for an expert without rows, and its matrix need not have been written
+        # nothing is multiplied for an expert without rows, and its matrix need not have been written: on Blackwell it is not
+        # (PyTorch issue 172439)
         return F.grouped_mm(left.t(), right, offs=ends).masked_fill_((sizes == 0)[:, None, None], 0)
     result = left.new_empty(len(ends), left.shape[1], right.shape[1])
     for matrix, (first, last) in zip(result, _runs(ends), strict=True):
@@ -79,9 +80,13 @@ def mixed_biases(mix: Tensor, biases: Tensor) -> Tensor:
 
 
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes."""
+    """Whether PyTorch's grouped matmul takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes, and not 0 rows.
+
+    Without rows, the gradient of the matrices is a sum over an empty dimension, whose strides its checks refuse (PyTorch pull
+    request 192497); the loop makes zeros.
+    """
     aligned = all(size % 8 == 0 for size in (*left.shape[1:], *right.shape[1:]))
-    return left.is_cuda and left.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+    return left.is_cuda and left.dtype == torch.bfloat16 and aligned and len(left) > 0 and hasattr(F, "grouped_mm")
 
 
 _AT_A_TIME = 256  # rows that oneDNN returns: few, so that they are copied within the cache

@@ -298,8 +298,10 @@ class _WeightGradient:
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """gradient: (chunk, rows), of the logits. hidden: (chunk, dim)."""
-        if self._product is None:
-            torch.addmm(self.total, gradient.T, hidden, **self._wide, beta=int(self._begun), out=self.total)
+        if self._product is None and not self._begun:
+            torch.mm(gradient.T, hidden, **self._wide, out=self.total)
+        elif self._product is None:  # in place, since `addmm_` takes no dtype of the result
+            torch.addmm(self.total, gradient.T, hidden, **self._wide, out=self.total)
         else:
             rows = len(self._product)
             for part, total in zip(gradient.T.split(rows), self.total.split(rows), strict=True):

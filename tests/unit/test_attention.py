@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import attention as their
-from models.attention import TILES, AttentionCore, SeqInfo, attend, block_mask, dense_mask
+from models.attention import FLEX_FLASH, TILES, AttentionCore, SeqInfo, attend, block_mask, dense_mask
 from tests.distributed import scenarios
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
@@ -196,6 +196,116 @@ def test_a_gpu_gets_the_first_of_its_order_that_it_can_run(monkeypatch, major, a
     assert attention_sentence(model, config) == f"{chosen}, and FlexAttention where masked or capped"
 
 
+COMPILED = {"compile": {"enable": True}}
+OVER_RANKS = {
+    method: COMPILED | {"parallelism": {"context_parallel_degree": 2, "context_parallel_method": method}}
+    for method in ("ulysses", "gather")
+}
+
+
+DOCUMENTS = {"document_mask": True}
+
+
+def with_flash4(monkeypatch: pytest.MonkeyPatch, attend: Any, before_2_13: bool = False) -> None:
+    """A Hopper GPU on which FlashAttention 4 is installed, and computes what `attend` says; tensors are on the CPU."""
+    fake_gpu(monkeypatch, 9, {"cudnn"})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(attention, "_version_of", {"flash-attn-4": "4.0"}.get)
+    monkeypatch.setattr(attention.torch_private, "BEFORE_2_13", before_2_13)
+    monkeypatch.setattr(attention, "attend", attend)
+    attention._flash4_fault.cache_clear()
+
+
+def kernel_for_masks(config: Config) -> tuple[Any, str]:
+    """What the modules of a model get for masks, and what the start's table says of it."""
+    model = model_of(config_of())
+    choose_attention(model, config, torch.device("cuda"))
+    (kernel,) = {layer.attention.backends[1] for layer in model.layers.values()}
+    return kernel, attention_sentence(model, config)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, *, mask: Any, backend: Any, **_: Any) -> Tensor:
+    return attend(q, k, v, mask, None, None, SDPBackend.MATH)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> Tensor:
+        return gradients * 2
+
+
+def doubled_gradients(q: Tensor, k: Tensor, v: Tensor, *, mask: Any, backend: Any, **_: Any) -> Tensor:
+    return right(q, k, _Doubled.apply(v) if backend == FLEX_FLASH else v, mask=mask, backend=backend)
+
+
+def no_numbers(q: Tensor, k: Tensor, v: Tensor, *, mask: Any, backend: Any, **_: Any) -> Tensor:
+    return right(q, k, v, mask=mask, backend=backend) * (float("nan") if backend == FLEX_FLASH else 1)
+
+
+def cannot(q: Tensor, k: Tensor, v: Tensor, *, mask: Any, backend: Any, **_: Any) -> Tensor:
+    raise RuntimeError("no kernel for SM 70\nand more lines")
+
+
+def test_masks_are_for_triton_where_flash_attention_4_is_not_installed(monkeypatch):
+    fake_gpu(monkeypatch, 9, {"cudnn"})
+    assert kernel_for_masks(config_of(**DOCUMENTS)) == (
+        None,
+        "cudnn, and FlexAttention (Triton's kernel: flash-attn-4 is not installed) where masked or capped",
+    )
+
+
+@pytest.mark.parametrize(
+    ("does", "kernel", "reason"),
+    [
+        (right, FLEX_FLASH, "the kernel of FlashAttention 4.0, which was tried"),
+        (doubled_gradients, None, "Triton's kernel: that of FlashAttention 4.0 differs from it by 100.0%"),
+        (no_numbers, None, "Triton's kernel: that of FlashAttention 4.0 differs from it by nan%"),
+        (cannot, None, "Triton's kernel: that of FlashAttention 4.0 failed: RuntimeError: no kernel for SM 70"),
+    ],
+)
+def test_masks_are_for_flash_attention_4_where_it_computes_what_triton_does(monkeypatch, does, kernel, reason):
+    with_flash4(monkeypatch, does)
+    expected = kernel, f"cudnn, and FlexAttention ({reason}) where masked or capped"
+    assert kernel_for_masks(config_of(mixed_precision_param="bfloat16", **DOCUMENTS)) == expected
+
+
+@pytest.mark.parametrize(
+    ("before_2_13", "method", "says"),
+    [
+        (True, None, "cudnn, and FlexAttention (Triton's kernel: FlashAttention 4 needs PyTorch 2.13) where masked or capped"),
+        (False, "gather", "FlexAttention (Triton's kernel: queries are a part of a sequence)"),
+    ],
+)
+def test_flash_attention_4_is_not_tried_where_it_is_known_not_to_be_for_masks(monkeypatch, before_2_13, method, says):
+    with_flash4(monkeypatch, right, before_2_13)
+    assert kernel_for_masks(config_of(sections=OVER_RANKS.get(method), **DOCUMENTS)) == (None, says)
+
+
+def test_flash_attention_4_is_tried_only_for_runs_with_masks(monkeypatch):
+    with_flash4(monkeypatch, cannot)
+    assert kernel_for_masks(config_of()) == (None, "cudnn, and FlexAttention where masked or capped")
+    assert not attention._flash4_fault.cache_info().misses
+
+
+def test_flex_attention_is_asked_for_the_kernel_that_was_chosen(monkeypatch):
+    asked = []
+
+    def flex(*tensors: Tensor, kernel_options: Any = None, **_: Any) -> Tensor:
+        asked.append(kernel_options)
+        return tensors[0]
+
+    monkeypatch.setattr(their, "_compiled_flex_attention", lambda: flex)
+    q, mask = torch.randn(2, 4, 32, 8), block_mask(torch.zeros(2, 32))
+    for backend in (FLEX_FLASH, None):
+        attend(q, q, q, mask, None, None, backend)
+    assert asked == [{"BACKEND": "FLASH"}, None]
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_tiles_are_the_mathematics_at_every_length(length, scale):
@@ -206,13 +316,6 @@ def test_tiles_are_the_mathematics_at_every_length(length, scale):
         (result * torch.linspace(-1, 1, length)[:, None]).sum().backward()
         results.append([result.detach(), q.grad, k.grad, v.grad])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)  # scores are float32
-
-
-COMPILED = {"compile": {"enable": True}}
-OVER_RANKS = {
-    method: COMPILED | {"parallelism": {"context_parallel_degree": 2, "context_parallel_method": method}}
-    for method in ("ulysses", "gather")
-}
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,30 @@ def test_a_float32_weight_under_bfloat16_gets_a_gradient_that_is_not_rounded_to_
     _assert_equal((hidden.sum(), [gradient]), (hidden.sum().double(), [_reference(head, hidden, labels)[1][1]]), 0.02)
 
 
+@pytest.mark.parametrize("chunk", [7, 30])
+def test_products_that_a_gpu_adds_to_the_weights_gradient_are_added_to_what_is_there_once_each(monkeypatch, chunk):
+    """The CPU has no kernel for float32 sums of bfloat16 matmuls. The first must not read the gradient, which is unwritten."""
+
+    def mm(left: Tensor, right: Tensor, out: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        assert out.dtype == (out_dtype or left.dtype)
+        return out.copy_(left.float() @ right.float())
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert out is total and total.is_contiguous() and out_dtype == torch.float32
+        return total.add_(left.float() @ right.float())
+
+    head, (hidden, labels) = _head(chunk), _inputs()
+    head.sizes = Sizes(chunk * _VOCABULARY, None)  # as on CUDA
+    head.norm.bfloat16()
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **keys: torch.full_like(x, torch.nan, **keys))
+    _, (_, gradient, _) = _run(head, hidden.detach().bfloat16().requires_grad_(), labels)
+    monkeypatch.undo()
+    assert gradient.dtype == torch.float32
+    _assert_equal((hidden.sum(), [gradient]), (hidden.sum().double(), [_reference(head, hidden, labels)[1][1]]), 0.02)
+
+
 @pytest.mark.parametrize("most, size", [(7, 6), (10, 10), (29, 15), (30, 30), (1, 1), (1000, 30)])
 def test_chunks_are_equal_where_that_costs_little(most, size):
     assert chunk_of(_TOKENS, _VOCABULARY, Sizes(most * _VOCABULARY, 1)) == size

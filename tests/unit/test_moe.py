@@ -1,10 +1,13 @@
 """A mixture of experts on one process: against a loop over tokens, in one graph, with its FLOPs counted; what it excludes."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import grouped, moe
@@ -105,6 +108,43 @@ def test_a_grouped_product_multiplies_each_run_of_rows_by_its_matrix(monkeypatch
         torch.testing.assert_close(weights.grad[expert], gradients[mine].T @ rows[mine])
         first = last
     torch.testing.assert_close(grouped_product(gradients, weights, ends, False, None), rows.grad)
+
+
+@pytest.mark.parametrize("ends", [(0, 0, 0), (0, 3, 3), (5, 5, 5)])
+def test_matrices_of_experts_without_rows_have_gradients_of_zero_if_the_kernel_does_not_write_them(monkeypatch, ends):
+    """An expert-parallel rank has one row more than it received, which is nobody's: (0, 0, 0) is a chunk without any."""
+    real = F.grouped_mm
+
+    def as_on_blackwell(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+        result = real(left, right, offs=offs)
+        if right.ndim == 2:
+            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        else:
+            result[int(offs[-1]) :] = torch.nan
+        return result
+
+    monkeypatch.setattr(grouped, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(F, "grouped_mm", as_on_blackwell)
+    rows, weights = torch.randn(max(ends) + 1, 8).bfloat16(), torch.randn(3, 16, 8).bfloat16().requires_grad_()
+    rows[-1] = torch.nan
+    biases = torch.zeros(3, 16).bfloat16().requires_grad_()
+    grouped_product(rows, weights, torch.tensor(ends, dtype=torch.int32), True, biases)[:-1].sum().backward()
+    for number, (first, last) in enumerate(itertools.pairwise((0, *ends))):
+        torch.testing.assert_close(weights.grad[number], rows[first:last].sum(0).expand(16, 8), rtol=0.02, atol=0.02)
+        assert (biases.grad[number] == last - first).all()
+
+
+def test_no_rows_at_all_have_gradients_of_zero_and_are_not_for_the_kernel():
+    rows, weights = torch.randn(0, 8, requires_grad=True), torch.randn(3, 16, 8, requires_grad=True)
+    biases = torch.randn(3, 16, requires_grad=True)
+    result = grouped_product(rows, weights, torch.zeros(3, dtype=torch.int32), True, biases)
+    result.sum().backward()
+    assert result.shape == (0, 16) and rows.grad.shape == (0, 8)
+    assert not weights.grad.any() and not biases.grad.any()
+    with FakeTensorMode():
+        matrices = torch.empty(3, 16, 8, dtype=torch.bfloat16, device="cuda")
+        taken = [grouped._has_kernel(matrices.new_empty(count, 8), matrices) for count in (0, 1)]
+    assert taken == [False, hasattr(F, "grouped_mm")]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

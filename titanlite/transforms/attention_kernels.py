@@ -3,20 +3,22 @@
 A forced kernel is the only one allowed: PyTorch raises an error for inputs that it cannot take.
 """
 
+import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
-from models.attention import TILES, AttentionCore, Backend
+from models.attention import FLEX_FLASH, TILES, AttentionCore, Backend, attend, block_mask
 from titanlite.config.schema import Config
 from titanlite.ground import torch_private
 from titanlite.ground.errors import MachineFault, UserError
-from titanlite.registry.family import Family
+from titanlite.registry.family import Family, family_of
 from titanlite.transforms.dtypes import DTYPES
 
 
@@ -47,6 +49,7 @@ _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "e
 # With AMX, which multiplies the bfloat16 of the flash kernel and not the float32 of tiles, they did not on a Xeon.
 _LONGEST_FOR_TILES = 512
 _NARROWEST_FOR_FLEX = 16  # head_dim
+_ROUNDED = 0.02  # kernels in bfloat16 differ by 0.5%
 
 
 def choose_attention(model: nn.Module, config: Config, device: torch.device) -> None:
@@ -75,7 +78,7 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
         else:
             order = _ORDER_ON_HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ORDER
             chosen = next(kernel for kernel in order if _able(kernel, each, config, device, warn=False))
-            each.backends = (KERNELS[chosen].backend, None)
+            each.backends = (KERNELS[chosen].backend, flex_kernel(each, config)[0])
     if name == "flash3":
         activate_flash_attention_impl("FA3")
 
@@ -91,9 +94,29 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
     if backend in (None, TILES):
         return backend or ("FlexAttention" if torch.cuda.is_available() else "flash")
     name = next(name for name in _ORDER_ON_HOPPER if KERNELS[name].backend == backend)
+    _, why = flex_kernel(next(each for each in modules if each.plain), config)
+    by = f" ({why})" if why else ""
+    return f"FlexAttention{by}" if _gathers(config) else f"{name}, and FlexAttention{by} where masked or capped"
+
+
+def flex_kernel(attention: AttentionCore, config: Config) -> tuple[Backend | None, str]:
+    """The `backend` of `attend` for a GPU's masks, and whose kernel of FlexAttention that is, and why; "": it has no masks.
+
+    FlashAttention 4's is faster than Triton's by PyTorch's measurements (benchmarks/NOTES.md), where it can run.
+    """
+    if not masks(config, family_of(config.model), "cuda"):
+        return None, ""
+    version = _version_of("flash-attn-4")
+    if not version:
+        return None, "Triton's kernel: flash-attn-4 is not installed"
+    if torch_private.BEFORE_2_13:
+        return None, "Triton's kernel: FlashAttention 4 needs PyTorch 2.13"
     if _gathers(config):
-        return "FlexAttention"
-    return f"{name}, and FlexAttention where masked or capped"
+        return None, "Triton's kernel: queries are a part of a sequence"
+    heads, precision = (attention.n_heads, attention.n_kv_heads), config.training.mixed_precision_param
+    if fault := _flash4_fault(*heads, attention.head_dim, attention.value_dim, precision, torch.cuda.current_device()):
+        return None, f"Triton's kernel: that of FlashAttention {version} {fault}"
+    return FLEX_FLASH, f"the kernel of FlashAttention {version}, which was tried"
 
 
 def faults(config: Config, family: Family) -> Iterator[str]:
@@ -180,6 +203,43 @@ def _able(name: str, attention: AttentionCore, config: Config, device: torch.dev
         for count, width in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
     )
     return takes(cuda.SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads), debug=warn)
+
+
+def _version_of(package: str) -> str:
+    """The installed version of a package; "" for none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def _flash4_fault(heads: int, kv_heads: int, head_dim: int, value_dim: int, precision: str, device: torch.device | int) -> str:
+    """What FlashAttention 4 does wrong under a mask of documents, beside Triton's kernel; "": nothing. It compiles both.
+
+    One version had gradients that were 150 times too large, with the right result (Dao-AILab/flash-attention issue 2623).
+    """
+    documents = (torch.arange(1024, device=device) >= 700)[None]  # blocks of all three kinds: full, partial, empty
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, gradients = (
+        torch.randn(1, count, 1024, width, dtype=DTYPES[precision], device=device, generator=generator)
+        for count, width in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim))
+    )
+    compiled, mask = torch.compile(attend, dynamic=False, fullgraph=True), block_mask(documents)
+
+    def results(backend: Backend | None) -> list[Tensor]:
+        inputs = q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_()
+        out = compiled(*inputs, mask=mask, scale=None, softcap=None, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, inputs, gradients)]
+
+    try:
+        pairs = list(zip(results(FLEX_FLASH), results(None), strict=True))
+    except Exception as error:  # a package of its own, and a compiler
+        first, *_ = str(error).split("\n")
+        return f"failed: {type(error).__name__}: {first}"
+    differences = torch.stack([(found.float() - sound.float()).norm() / sound.float().norm() for found, sound in pairs])
+    worst = differences.max().item()  # NaN, if there is one
+    return "" if worst < _ROUNDED else f"differs from it by {worst:.1%}"
 
 
 def _flash3_fault() -> str:
