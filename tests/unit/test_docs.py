@@ -96,7 +96,7 @@ def test_options_of_titanlites_commands_exist():
 
 
 def test_every_recipe_is_in_the_table():
-    table = (ROOT / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "train_configs").glob("*.toml") if f"`{file.name}`" not in table] == []
 
 
