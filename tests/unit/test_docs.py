@@ -12,6 +12,7 @@ import pytest
 
 from models import llama3
 from models.decoder import Limits
+from tests import words
 from titanlite.__main__ import COMMANDS, main
 from titanlite.config.schema import Config
 from titanlite.parallel.tensor import STYLES
@@ -86,6 +87,11 @@ def test_commands_options_and_keys_exist(page):
     named = set(KEY.findall(text)) | {(name, key) for name, key in OPTION.findall(text) if key} | keys_of_examples(text)
     unknown = {f"{s}.{key}" for s, key in named if s not in SECTIONS or key not in SECTIONS[s].model_fields}
     assert unknown - FILES - REMOVED == set()
+
+
+def test_pages_use_the_words_of_the_field():
+    private = [word for file in words.PAGES for word in words.found_in(file)]
+    assert private == [], "docs/design/words.md says what to write instead"
 
 
 def test_options_of_titanlites_commands_exist():
