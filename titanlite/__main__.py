@@ -38,7 +38,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from the first moment: imports take seconds
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     # `titanlite data show ... | head` ends quietly. But where another rank or machine dies, a broken connection must be an
-    # exception: the signal would end its neighbours too, without a word.
+    # exception: the signal would end its neighbors too, without a word.
     if name not in ("launch", "train"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if name in _RUN_OWN_CODE:

@@ -1,4 +1,4 @@
-"""Which tensors stages hand on, and which models are refused, because one block leaves something for another."""
+"""Which tensors stages send, and which models are refused, because one block leaves something for another."""
 
 import random
 

@@ -12,6 +12,7 @@ import pytest
 
 from models import llama3
 from models.decoder import Limits
+from tests import words
 from titanlite.__main__ import COMMANDS, main
 from titanlite.config.schema import Config
 from titanlite.parallel.tensor import STYLES
@@ -88,6 +89,11 @@ def test_commands_options_and_keys_exist(page):
     assert unknown - FILES - REMOVED == set()
 
 
+def test_pages_use_the_words_of_the_field():
+    private = [word for file in words.PAGES for word in words.found_in(file)]
+    assert private == [], "docs/design/words.md says what to write instead"
+
+
 def test_options_of_titanlites_commands_exist():
     sources = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "titanlite").rglob("*.py"))
     lines = [line for page in PAGES for line in re.findall(r"titanlite [a-z][\w-]* [^`\n]*", page.read_text(encoding="utf-8"))]
@@ -96,7 +102,7 @@ def test_options_of_titanlites_commands_exist():
 
 
 def test_every_recipe_is_in_the_table():
-    table = (ROOT / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "train_configs").glob("*.toml") if f"`{file.name}`" not in table] == []
 
 

@@ -81,12 +81,12 @@ def derived_values(
 
 
 def _stages(config: Config, family: Family, whole: Decoder, microbatches: int) -> dict[str, str]:
-    """The blocks of a pipeline's stages, and how long its ranks wait. whole: the model on the meta device."""
+    """The blocks of a pipeline's stages, and its bubble. whole: the model on the meta device."""
     if (ranks := config.parallelism.pipeline_parallel_degree) == 1:
         return {}
     schedule = config.parallelism.pipeline_parallel_schedule
     sizes = [len(names) for names in split_layers(config, family, whole)]
     idle = (ranks - 1) / (len(sizes) // ranks * microbatches + ranks - 1)  # arXiv:2104.04473, section 2.2
     bound = "up to " if schedule in SPLIT else ""
-    waiting = f"ranks wait {bound}{idle:.1%} of a step if stages take equally long"
-    return {"pipeline": f"{schedule}, stages of {', '.join(map(str, sizes))} blocks; {waiting}"}
+    bubble = f"a bubble of {bound}{idle:.1%} of a step if stages take equally long"
+    return {"pipeline": f"{schedule}, stages of {', '.join(map(str, sizes))} blocks; {bubble}"}

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline hand on: found by tracing the model on the meta device, block by block.
+"""What the stages of a pipeline send: found by tracing the model on the meta device, block by block.
 
 A stage runs the model's own `forward`. Blocks of other stages are not run: earlier ones return what was received from them,
 and later ones return zeros, which nothing uses. So a stage must receive every tensor that an earlier block has returned and

@@ -174,7 +174,7 @@ def of_worst_rank(
     widest = max(map(size_of, received))
     memories = [memory_of(share, config, whole, measured, widest, rehearsal.kept[rank]) for rank, share in enumerate(every)]
     rank = max(range(degree), key=lambda rank: memories[rank].total)
-    text = f"rank {rank} of {degree} in the pipeline, which holds the most; ranks wait {rehearsal.idle:.1%} of a step"
+    text = f"rank {rank} of {degree} in the pipeline, which holds the most; the bubble is {rehearsal.idle:.1%} of a step"
     return Prediction(parameters, memories[rank], work_of(every[rank], degree, measured, parts, received), 0, text)
 
 

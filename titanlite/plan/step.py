@@ -1,6 +1,6 @@
 """Parts of a training step on pretended ranks: FakeTensorMode tensors, which have no memory, and a fake process group.
 
-The modules, hooks and functions are those of a run. Tensors are on the CPU, so the attention and norm kernels are a CPU's; the
+The modules, hooks and functions are those of a run. Tensors are on the CPU, and so are the attention and norm kernels; the
 loss is computed in chunks of the size that CUDA uses, and attention with sinks or a softcap keeps no scores, as there.
 """
 
