@@ -10,12 +10,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.site.reference import GENERATED
+
 ROOT = Path(__file__).parents[2]
 # The four kinds of pages, and the pages that a reader needs first; the others follow by name.
 KINDS = {
     "Tutorials": ("tutorials", ()),
     "Guides": ("guides", ("running", "data", "fork", "parallelism", "performance", "long_runs")),
-    "Reference": ("reference", ("keys", "commands", "run_folder", "interface", "styles")),
+    "Reference": ("reference", ("keys", "commands", "run_folder", "interface", "models", "styles")),
     "Design": ("design", ()),
 }
 LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)(#[^)\s]*)?(?=\))")
@@ -25,6 +27,8 @@ _markdown: dict[str, str] = {}  # a page's path in docs/ -> its text
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds pages that are written from the source, and the navigation."""
     _markdown.clear()
+    for path, write in GENERATED.items():
+        files.append(File.generated(config, path, content=write()))
     pages = [file.src_uri for file in files.documentation_pages()]
     config.nav = [{"Home": "index.md"}]
     for kind, (folder, first) in KINDS.items():

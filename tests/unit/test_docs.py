@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from docs.site import reference
 from models import llama3
 from models.decoder import Limits
 from titanlite.__main__ import COMMANDS, main
 from titanlite.config.schema import Config
+from titanlite.ground.run_files import CONFIG, METRICS, STACKS
 from titanlite.parallel.tensor import STYLES
 
 if sys.version_info >= (3, 11):
@@ -33,7 +35,7 @@ REMOVED = {"compile.unit"}  # in the changelog, and in commands of earlier measu
 PATH = re.compile(r"(?<![\w./-])(?<!--output )(?:titanlite|models|docs|tests|benchmarks|train_configs|\.ci|\.github)/[\w./-]*")
 PLACE = re.compile(r"[\w./-]+\.py:\d+")  # a line of a file, at the commit that the page names
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-MODULE = re.compile(r"python3? -m ((?:titanlite|benchmarks|tests)[\w.]*)")
+MODULE = re.compile(r"python3? -m ((?:titanlite|benchmarks|tests|docs)[\w.]*)")
 COMMAND = re.compile(r"(?:`|^ {4})titanlite ([a-z][\w-]*)", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--([a-z][\w-]*)(?:\.(\w+))?")
 KEY = re.compile(rf"`({'|'.join(SECTIONS)})\.(\w+)")
@@ -98,6 +100,18 @@ def test_options_of_titanlites_commands_exist():
 def test_every_recipe_is_in_the_table():
     table = (ROOT / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "train_configs").glob("*.toml") if f"`{file.name}`" not in table] == []
+
+
+def test_the_page_of_keys_is_that_of_the_schema():
+    current = reference.KEYS_PAGE.read_text(encoding="utf-8") == reference.keys_page()
+    assert current, "write it again: .venv/bin/python -m docs.site.reference"
+
+
+def test_the_pages_that_only_the_site_has_show_every_command_and_file():
+    commands, folder = reference.commands_page(), reference.run_folder_page()
+    assert [name for name in COMMANDS if f"## titanlite {name}\n" not in commands] == []
+    assert commands.count("\nusage: ") == len(COMMANDS) and "NGPU " in commands
+    assert [name for name in (METRICS, CONFIG, STACKS) if f"| `{name}` |" not in folder] == []
 
 
 def test_the_readme_shows_the_layers_that_lint_enforces():
