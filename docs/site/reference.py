@@ -6,7 +6,6 @@ site alone: docs/site/hooks.py asks for it when the site is built.
 
 import contextlib
 import importlib
-import inspect
 import io
 import json
 import os
@@ -24,7 +23,6 @@ from titanlite.__main__ import COMMANDS
 from titanlite.config.effects import effective_when
 from titanlite.config.read import SECTIONS, entry_schema
 from titanlite.config.tables import Section
-from titanlite.ground import run_files
 from titanlite.ground.errors import HelpRequested
 from titanlite.tools.help import type_name
 
@@ -136,14 +134,6 @@ def _help(command: str, module: str) -> str:
     return printed.getvalue()
 
 
-def run_folder_page() -> str:
-    """Markdown: the names in a run's folder."""
-    source = inspect.getsource(run_files)
-    rows = [f"| `{name}` | {meaning} |" for name, meaning in re.findall(r'^[A-Z]+ = "([^"]+)"  # (.+)$', source, re.MULTILINE)]
-    guide = "[Running](../guides/running.md#the-run-folder) says how to use them."
-    return "\n".join(["# Files of a run", "", guide, "", "| in `job.dump_folder` | contents |", "| --- | --- |", *rows, ""])
-
-
 def models_page() -> str:
     """Markdown for mkdocstrings: what a fork imports, by the lines of docs/reference/interface.md."""
     interface = (ROOT / "docs" / "reference" / "interface.md").read_text(encoding="utf-8")
@@ -161,7 +151,6 @@ def _block(text: str) -> list[str]:
 # Pages of the site that no file has: their paths in docs/, and what writes them.
 GENERATED: dict[str, Any] = {
     "reference/commands.md": commands_page,
-    "reference/run_folder.md": run_folder_page,
     "reference/models.md": models_page,
 }
 
