@@ -193,9 +193,8 @@ def _played(order: list[list[Action]], forward: list[float], backward: list[floa
     return played
 
 
-def memory(recipe: str = "llama_8b", ranks: int = 8) -> Drawing:
+def memory(recipe: str = "llama_8b", ranks: int = 8, modes: tuple[str, ...] = ("none", "selective", "full")) -> Drawing:
     """What a rank holds at the worst moment of a step, by activation checkpointing, as `titanlite estimate` predicts it."""
-    modes = ("none", "selective", "full")
     path = f"train_configs/{recipe}.toml"
     found = [predict(read_config(ROOT / path, ["--activation_checkpoint.mode", mode]), ranks).memory for mode in modes]
     scale = 540 / (max(each.total for each in found) / GIB)
