@@ -1,6 +1,7 @@
 # make train    a virtual environment, pinned dependencies, then a Llama that learns, in about two minutes
 # make test     the same environment, then the linters and the tests that every change must pass
 # make test-all            `make test`, then what takes longer: repetitions with inductor, wider covers, kills, two hosts
+# make docs                the site of docs/, in build/site; a broken link or anchor fails it
 # make campaign PART=...   hours: full products, many kills, faults in the code; without PART it lists the parts
 #
 # WORKERS     how many processes run tests side by side (default 2); all tests that start ranks share one of them
@@ -16,7 +17,7 @@ WORKERS ?= 2
 PYTEST := .venv/bin/python -m pytest -q
 TOGETHER := $(PYTEST) -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train test test-all campaign lint install clean
+.PHONY: train test test-all docs campaign lint install clean
 
 train: .venv/installed
 	./run_train.sh train_configs/llama_debug.toml
@@ -24,8 +25,11 @@ train: .venv/installed
 test: .venv/installed lint
 	$(TOGETHER) -m 'not slow' --minutes=build/minutes.txt
 
-test-all: test
+test-all: test docs
 	$(TOGETHER) -m slow --minutes=build/minutes-slow.txt
+
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
 campaign: .venv/installed
 	.venv/bin/python -m tests.campaigns $(PART)
@@ -48,6 +52,10 @@ install: .venv/installed
 	    $(PIP) install -q -c constraints.txt '$(TORCH)'; \
 	fi
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(PIP) install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:

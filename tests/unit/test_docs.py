@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.site import reference
 from models import llama3
 from models.decoder import Limits
 from tests import words
@@ -34,7 +35,7 @@ REMOVED = {"compile.unit"}  # in the changelog, and in commands of earlier measu
 PATH = re.compile(r"(?<![\w./-])(?<!--output )(?:titanlite|models|docs|tests|benchmarks|train_configs|\.ci|\.github)/[\w./-]*")
 PLACE = re.compile(r"[\w./-]+\.py:\d+")  # a line of a file, at the commit that the page names
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-MODULE = re.compile(r"python3? -m ((?:titanlite|benchmarks|tests)[\w.]*)")
+MODULE = re.compile(r"python3? -m ((?:titanlite|benchmarks|tests|docs)[\w.]*)")
 COMMAND = re.compile(r"(?:`|^ {4})titanlite ([a-z][\w-]*)", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--([a-z][\w-]*)(?:\.(\w+))?")
 KEY = re.compile(rf"`({'|'.join(SECTIONS)})\.(\w+)")
@@ -104,6 +105,17 @@ def test_options_of_titanlites_commands_exist():
 def test_every_recipe_is_in_the_table():
     table = (ROOT / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "train_configs").glob("*.toml") if f"`{file.name}`" not in table] == []
+
+
+def test_the_page_of_keys_is_that_of_the_schema():
+    current = reference.KEYS_PAGE.read_text(encoding="utf-8") == reference.keys_page()
+    assert current, "write it again: .venv/bin/python -m docs.site.reference"
+
+
+def test_the_page_of_commands_shows_every_command():
+    commands = reference.commands_page()
+    assert [name for name in COMMANDS if f"## titanlite {name}\n" not in commands] == []
+    assert commands.count("\nusage: ") == len(COMMANDS) and "NGPU " in commands
 
 
 def test_the_readme_shows_the_layers_that_lint_enforces():

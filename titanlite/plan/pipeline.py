@@ -85,7 +85,7 @@ def rehearse(
         moved = False
         for rank in sorted(waiting):
             for kind, stage, number in order[rank][nexts[rank] :]:
-                needs = _needs(kind, stage, number, last)
+                needs = needs_of(kind, stage, number, last)
                 if any(each not in done for each in needs):
                     break
                 took = forward[stage] if kind == "F" else backward[stage] / (1 if kind == "B" else 2)
@@ -103,7 +103,7 @@ def rehearse(
     return Rehearsal(1 - busy / (len(order) * max(clocks)), most)
 
 
-def _needs(kind: str, stage: int, number: int, last: int) -> list[tuple[str, int, int]]:
+def needs_of(kind: str, stage: int, number: int, last: int) -> list[tuple[str, int, int]]:
     """What must be done before an action: the same forward pass of the stage before, or the backward pass of the next one."""
     if kind == "F":
         return [("F", stage - 1, number)] if stage else []

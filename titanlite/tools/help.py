@@ -25,13 +25,14 @@ def print_help(file_values: dict[str, Any]) -> None:
             conditions = effective_when(field).conditions
             only = f" Has no effect unless {' and '.join(conditions)}." if conditions else ""
             meaning = f"{field.description}{only} (now: {json.dumps(value, default=str)})".replace("%", "%%")
-            group.add_argument(f"--{section}.{name}", metavar=_type_name(field.annotation), help=meaning)
+            group.add_argument(f"--{section}.{name}", metavar=type_name(field.annotation), help=meaning)
     parser.print_help()
 
 
-def _type_name(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
+    """The name of a key's type, as --help shows it: INT, TEXT, auto|flash."""
     if get_origin(annotation) is list:
-        return "[{KEY=VALUE,...},...]" if entry_schema(annotation) else f"{_type_name(get_args(annotation)[0])},..."
+        return "[{KEY=VALUE,...},...]" if entry_schema(annotation) else f"{type_name(get_args(annotation)[0])},..."
     names = {
         "boolean": "BOOL",
         "integer": "INT",
