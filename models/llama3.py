@@ -35,11 +35,13 @@ class Config:
 _SCALING_3_1 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _SCALING_3_2 = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
-# Published dimensions: 1b and 3b are Llama 3.2, the larger ones Llama 3.1; debugmodel is torchtitan's.
+# Published dimensions: 1b and 3b are Llama 3.2, the larger ones Llama 3.1; debugmodel is torchtitan's. 124m has GPT-2's, with
+# the vocabulary rounded up.
 # fmt: off
 FLAVORS: dict[str, Config] = {
     #                 dim  layers heads  kv  head    ffn
     "debug": Config(  256,     4,    8,   4,   32,   768, vocab_size=4096),
+    "124m":  Config(  768,    12,   12,  12,   64,  2048, vocab_size=50_304, rope_theta=10_000.0, tied_embeddings=True),
     "1b":    Config( 2048,    16,   32,   8,   64,  8192, rope_scaling=_SCALING_3_2, tied_embeddings=True),
     "3b":    Config( 3072,    28,   24,   8,  128,  8192, rope_scaling=_SCALING_3_2, tied_embeddings=True),
     "8b":    Config( 4096,    32,   32,   8,  128, 14336, rope_scaling=_SCALING_3_1),

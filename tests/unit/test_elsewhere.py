@@ -8,6 +8,7 @@ import torch
 
 from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
+from titanlite.loop.summary import built_in
 from titanlite.tools import check as tool
 from titanlite.tools.check import check_here
 
@@ -29,14 +30,18 @@ def notes(recipe: str, *options: str, local_ranks: int | None = None) -> list[st
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != BRANCH))
 def test_every_recipe_is_sound_and_says_what_only_its_gpus_can_verify(recipe):
+    if recipe.endswith("float8"):
+        pytest.importorskip("torchao", reason="needs torchao")
     found = notes(recipe)
-    compiled, alone = not recipe.startswith("llama_debug"), recipe.startswith("llama_debug") or recipe.endswith("_1gpu")
+    compiled = not recipe.startswith("llama_debug")
+    alone = not compiled or recipe.endswith("_1gpu") or recipe.startswith("llama_8b_lora")
     flex = {
         "gemma3_12b": ["the window of gemma3"],
         "gpt_oss_20b": ["the window of gpt_oss"],
         "llama_8b_128k": ["training.document_mask = true"],
+        "qwen3_8b_128k": ["training.document_mask = true"],
     }
-    expected = ['model.attention = "auto"', *flex.get(recipe, [])]
+    expected = ["float8.recipe_name"] * recipe.endswith("float8") + ['model.attention = "auto"', *flex.get(recipe, [])]
     expected += ['compile.backend = "inductor"'] * compiled + ["NCCL"] * (not alone) + ["memory: "]
     assert len(found) == len(expected)
     assert [part for part, note in zip(expected, found, strict=True) if part not in note] == []
@@ -71,3 +76,24 @@ def test_the_command_lists_it_on_standard_error(monkeypatch, capsys):
     assert out == "" and "llama_8b_1gpu.toml: no faults; this machine has no GPU" in err
     assert '\n  model.attention = "flash3": ' in err
     assert "\n  memory: 59.8 GiB a rank for parameters, gradients and optimizer state" in err
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options", "expected"),
+    [
+        (124_000_000, "", "tokenizer and data: a test of speed"),
+        (124_000_000, "--training.dataset_path text.txt", "set model.hf_assets_path"),
+        (124_000_000, "--model.hf_assets_path assets", "data: a test of speed"),
+        (124_000_000, "--model.hf_assets_path assets --training.dataset_path text.txt", ""),
+        (5_000_000, "", ""),
+    ],
+)
+def test_a_large_model_on_what_is_built_in_is_one_visible_line(parameters, options, expected):
+    found = built_in(read_config(FOLDER / "llama_124m.toml", options.split()), parameters)
+    assert expected in found and bool(found) == bool(expected)
+
+
+def test_check_prints_that_line(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["titanlite check", str(FOLDER / "llama_124m.toml")])
+    tool.main()
+    assert "built-in tokenizer and data: a test of speed" in capsys.readouterr().err

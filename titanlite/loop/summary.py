@@ -17,6 +17,20 @@ from titanlite.registry.family import Family
 from titanlite.transforms.attention_kernels import attention_sentence
 from titanlite.transforms.meta import on_meta, training_flops
 
+_LARGE = 100_000_000  # parameters: no debug flavor has them
+
+
+def built_in(config: Config, parameters: int) -> str:
+    """One line if a large model trains on the built-in data or with its tokenizer, which is easily overlooked; else ""."""
+    training = config.training
+    own = training.dataset_path or training.sources or training.dataset != "stdlib"
+    rows = (("tokenizer", "model.hf_assets_path", config.model.hf_assets_path), ("data", "training.dataset_path", own))
+    parts = [(part, key) for part, key, given in rows if not given]
+    if parameters < _LARGE or not parts:
+        return ""
+    names, keys = (" and ".join(words) for words in zip(*parts, strict=True))
+    return f"{names}: a test of speed and memory, no useful model; set {keys}"
+
 
 def derived_values(
     run: RunIdentity, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
@@ -57,6 +71,7 @@ def derived_values(
         "run": config.job.description or "(no description)",
         "folder": str(Path(config.job.dump_folder).resolve()),
         "model": f"{config.model.title}, {total:,} parameters{frozen}",
+        **({"built in": note} if (note := built_in(config, total)) else {}),
         "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()

@@ -28,6 +28,12 @@ def main() -> None:
         print(listed(f"{path}: no faults; this machine has no GPU, so on GPUs this is not verified:", notes), file=sys.stderr)
     if note := effects.note(config.idle(Hardware(torch.cuda.is_available(), options.ranks))):
         print(f"{path}: {note}", file=sys.stderr)
+    from titanlite.loop.summary import built_in
+    from titanlite.registry.family import family_of
+    from titanlite.transforms.meta import on_meta
+
+    if note := built_in(config, sum(p.numel() for p in on_meta(family_of(config.model), config).parameters())):
+        print(f"{path}: built-in {note}", file=sys.stderr)
     if config.job.print_config:
         print(to_toml(config))
 
