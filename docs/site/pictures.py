@@ -39,7 +39,7 @@ _FLOWS = {
 _SURGERY = {
     "float8": "linear layers get float8 classes",
     "attention": "a kernel is chosen",
-    "z-loss": "the head gets its weight",
+    "loss": "the head gets its loss",
     "context": "attention exchanges keys or heads over cp",
     "experts": "experts are split over ep",
     "sharding": "matrices and sequences are split over tp",
