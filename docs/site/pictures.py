@@ -39,7 +39,7 @@ _FLOWS = {
 _SURGERY = {
     "float8": "linear layers get float8 classes",
     "attention": "a kernel is chosen",
-    "loss": "the head gets its loss",
+    "head": "it gets the loss of the run",
     "context": "attention exchanges keys or heads over cp",
     "experts": "experts are split over ep",
     "sharding": "matrices and sequences are split over tp",

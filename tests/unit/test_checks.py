@@ -115,7 +115,7 @@ CASES = [
 
     (1, {NAME: "llama4"}, ["model.name = 'llama4'", "models/ has: deepseek_v3, gemma3, gpt_oss, llama3"], {NAME: "llama3"}),
     (1, {NAME: "my.own"}, ["model.name = 'my.own'", "no module my.own"], {NAME: "models.llama3"}),
-    (1, {FLAVOR: "9b"}, ["model.flavor = '9b'", "debug, 1b, 3b, 8b"], {FLAVOR: "1b"}),
+    (1, {FLAVOR: "9b"}, ["model.flavor = '9b'", "debug, 124m, 1b, 3b"], {FLAVOR: "1b"}),
     (1, {DECAYED: "w[q"}, [f"{DECAYED} = 'w[q'", "not a regular expression"], {DECAYED: "w[q]"}),
     (1, {DECAYED: "w_q"}, [f"{DECAYED} = 'w_q'", "matches no trained parameter"], {DECAYED: "wq"}),
 
@@ -156,6 +156,8 @@ CASES = [
     (1, {SAVE: True, EVERY: 750}, [f"{EVERY} = 750", f"multiple of {INTERVAL} = 500"], {EVERY: 1500}),
     (1, {SAVE: True, ALLOW: ["optimizer.lrr"]}, [ALLOW, '"optimizer.lrr"', "mean optimizer.lr?"], {ALLOW: ["optimizer.lr"]}),
     (1, {SAVE: True, ALLOW: ["data", "metrics.*"]}, [ALLOW, '"metrics.*" is no key'], {ALLOW: ["data", "lr_scheduler.*"]}),
+    (1, {SAVES: "s3://bucket/saves", SAVE: True}, ['checkpoint.folder = "s3://bucket/saves"'], {SAVES: "saves"}),
+    (1, {"job.dump_folder": "s3://bucket/run"}, ['job.dump_folder = "s3://bucket/run"', "URL"], {"job.dump_folder": "run"}),
     (1, {SAVES: "tb", SAVE: True}, ['checkpoint.folder = "tb"', "is the place of"], {SAVES: "saves"}),
 
     (1, {AC: "selective", BLOCKS: 99}, [f"{BLOCKS} = 99: the model has", "blocks"], {BLOCKS: 2}),

@@ -42,6 +42,10 @@ _PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "py
 
 def faults(config: Config) -> Iterator[str]:
     """A folder that a run cannot write, checkpoints of another run, and keys that name what the run writes elsewhere."""
+    if "://" in config.job.dump_folder:  # a run made a folder "s3:"
+        remedy = "a run needs a file system; copy finished checkpoints, which never change"
+        yield f'job.dump_folder = "{config.job.dump_folder}": must be a folder, and is a URL; {remedy}'
+        return
     dump = Path(config.job.dump_folder)
     if fault := _unwritable(dump):
         yield f'job.dump_folder = "{dump}": {fault}'
@@ -56,7 +60,7 @@ def faults(config: Config) -> Iterator[str]:
         section, name = key.split(".")
         folder = getattr(getattr(config, section), name)
         path = Path(os.path.normpath(folder))
-        if path.is_absolute() or path.parts[:1] in ((), ("..",)):
+        if "://" in folder or path.is_absolute() or path.parts[:1] in ((), ("..",)):
             yield f'{key} = "{folder}": must be a folder inside job.dump_folder'
             continue
         if other := next((taken[known] for known in taken if path.is_relative_to(known) or known.is_relative_to(path)), ""):

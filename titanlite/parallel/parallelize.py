@@ -140,7 +140,7 @@ STEPS = (
         lambda s: attention_kernels.faults(s.config, s.family),
         ("family",),
     ),
-    Step("loss", _loss),
+    Step("head", _loss),
     Step(
         "context",
         lambda model, build: context.apply_context_parallel(model, build.config, build.mesh["cp"]),
