@@ -21,7 +21,7 @@ from titanlite.inference.generate import Sampling
 NOTEBOOK = ROOT / "docs" / "tutorials" / "notebook.ipynb"
 TABLES = {
     "model": {"overrides": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}},
-    "training": {"dataset_path": "data.txt", "steps": 3, "seq_len": 32, "local_batch_size": 2},
+    "training": {"dataset_path": "data.txt", "steps": 3, "seq_len": 32, "local_batch_size": 2, "global_batch_size": 4},
     "lr_scheduler": {"warmup_steps": 0},
     "metrics": {"log_freq": 1},
 }

@@ -35,6 +35,7 @@ _SHARED = (
     "grouped",
     "head",
     "moe",
+    "once",
     "rope",
     "split",
     "torch_private",
