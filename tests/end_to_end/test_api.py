@@ -22,7 +22,7 @@ NOTEBOOK = ROOT / "docs" / "tutorials" / "notebook.ipynb"
 TABLES = {
     "model": {"overrides": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}},
     "training": {"dataset_path": "data.txt", "steps": 3, "seq_len": 32, "local_batch_size": 2, "global_batch_size": 4},
-    "lr_scheduler": {"warmup_steps": 0},
+    "lr_scheduler": {"warmup_steps": 0, "total_steps": 5},
     "metrics": {"log_freq": 1},
 }
 
@@ -88,7 +88,9 @@ def test_an_interrupt_ends_all_ranks(folder, monkeypatch):
 
     monkeypatch.setattr(builtins, "print", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        titanlite.run(TABLES, ranks=2, job={"dump_folder": "out"}, training={"steps": 100_000})
+        titanlite.run(
+            TABLES, ranks=2, job={"dump_folder": "out"}, training={"steps": 100_000}, lr_scheduler={"total_steps": 100_000}
+        )
     until(lambda: processes(folder.name) == [])
 
 
