@@ -151,19 +151,19 @@ def test_the_source_of_a_part_is_its_module_and_what_it_imports(tmp_path, monkey
 
 
 def test_a_resume_with_other_code_of_a_part_is_refused_with_its_difference(tmp_path, monkeypatch):
-    file = tmp_path / "part_of_mine.py"
+    file = tmp_path / "changing_part_of_mine.py"
     file.write_text("def f(step, start, end): return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = configured("part_of_mine:f")
+    config = configured("changing_part_of_mine:f")
     identity = RunIdentity(config, Family(llama3, llama3.FLAVORS["debug"]), DATA, 8)
     numbers = json.loads(json.dumps(numbers_of(identity, build_schedule(config), Progress(10, DATA.timeline(8)))))
     check_changes(identity, SOURCE, Manifest(numbers, {}))
     file.write_text("def f(step, start, end): return 0.5 * 1.0\n")
-    monkeypatch.delitem(sys.modules, "part_of_mine")
+    monkeypatch.delitem(sys.modules, "changing_part_of_mine")
     importlib.invalidate_caches()
     with pytest.raises(UserError, match=r"(?s)-def f.* return 1\.0.*\+def f.*--checkpoint.allow_changes model.source"):
         check_changes(identity, SOURCE, Manifest(numbers, {}))
-    monkeypatch.delitem(sys.modules, "part_of_mine")
+    monkeypatch.delitem(sys.modules, "changing_part_of_mine")
 
 
 # -------------------------------------------------------------------------------------------------------------- meshes
