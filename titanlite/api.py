@@ -11,6 +11,7 @@ such as a model family, is named as on the command line, and stands in a file.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,9 +91,8 @@ def _follow(command: list[str], environment: dict[str, str]) -> None:
             print(line, end="", flush=True)
             last.append(line)
         code = launcher.wait()
-    except BaseException:  # not of the launcher, which a notebook's interrupt does not reach
-        launcher.terminate()
-        launcher.terminate()
+    except BaseException:  # a notebook's interrupt does not reach the launcher; SIGINT ends its ranks without a last checkpoint
+        launcher.send_signal(signal.SIGINT)
         launcher.wait()
         raise
     if code == 2:

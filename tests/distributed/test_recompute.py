@@ -16,6 +16,7 @@ from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, fir
 from titanlite.ground.torch_private import set_memory_budget
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
+from titanlite.parallel.fsdp import MESH_PER_PARAMETER
 from titanlite.registry.family import Family, family_of, load_family
 
 HERE = "tests.distributed.test_recompute"
@@ -174,5 +175,7 @@ def calls_of_backward(backend: str | None) -> dict[str, int]:
 
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_recomputation_dispatches_tokens_and_chooses_counts_and_combines_nothing_again(pools, backend):
+    if backend and not MESH_PER_PARAMETER:
+        pytest.skip("compiled blocks with split experts need PyTorch 2.13")
     for calls in pools[2].run(f"{HERE}:calls_of_backward", backend=backend):
         assert list(calls.values()) == [0, 0, 2, 0], calls  # two layers
