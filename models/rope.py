@@ -1,7 +1,7 @@
 """Rotary positions, and their scalings for sequences longer than those of pretraining.
 
 A scaling lowers the frequencies of rotation, so that positions beyond the original length turn queries and keys by angles that
-the model knows. `SCALINGS` lists what there is; docs/guides/long_context.md says which to choose.
+the model knows. `SCALINGS` lists what there is; docs/reference/rope.md says which to choose.
 """
 
 import math

@@ -15,8 +15,8 @@ from docs.site.reference import GENERATED
 ROOT = Path(__file__).parents[2]
 # The four kinds of pages, and the pages that a reader needs first; the others follow by name.
 KINDS = {
-    "Tutorials": ("tutorials", ()),
-    "Guides": ("guides", ("running", "data", "fork", "parallelism", "performance", "long_runs")),
+    "Tutorials": ("tutorials", ("pretrain", "fork")),
+    "Guides": ("guides", ("running", "data", "parallelism", "performance", "long_runs")),
     "Reference": ("reference", ("keys", "commands", "run_folder", "interface", "models", "styles")),
     "Design": ("design", ()),
 }

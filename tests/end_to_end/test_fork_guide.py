@@ -1,4 +1,4 @@
-"""docs/guides/fork.md is true: its commands run and its differences apply, in order, in a copy of the repository."""
+"""docs/tutorials/fork.md is true: its commands run and its differences apply, in order, in a copy of the repository."""
 
 import os
 import re
@@ -24,7 +24,7 @@ class Block(NamedTuple):
 
 
 def blocks() -> list[Block]:
-    text = (ROOT / "docs" / "guides" / "fork.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "tutorials" / "fork.md").read_text(encoding="utf-8")
     return [Block(*found) for found in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
 
 

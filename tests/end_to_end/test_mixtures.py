@@ -26,6 +26,7 @@ def trained(request, tmp_path_factory) -> tuple[Path, str]:
     ended = train("run.toml", *SPLIT, folder=folder, ranks=2)
     assert ended.code == 0, ended.err
     assert "expert_rank_load" in (folder / "out/metrics.jsonl").read_text()
+    assert undocumented(folder / "out") == []
     return folder, request.param
 
 

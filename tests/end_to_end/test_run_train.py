@@ -138,6 +138,17 @@ def test_standard_output_holds_only_the_configuration_as_toml(finished, tmp_path
     assert read_config(folder / "out/config.toml", []) == given
 
 
+def undocumented(folder: Path) -> list[str]:
+    """The values that a run has reported and that docs/reference/metrics.md does not name."""
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    return sorted({name for line in reports(folder) for name in line if f"`{name.partition('/')[0]}`" not in page})
+
+
+def test_every_value_of_a_report_is_on_the_page_of_metrics(finished):
+    folder, _ = finished
+    assert undocumented(folder / "out") == []
+
+
 def test_the_run_folder_holds_what_the_run_was(finished):
     folder, _ = finished
     files = {".lock", "config.toml", "provenance.json", "metrics.jsonl", "tb", "checkpoint"}

@@ -28,7 +28,7 @@ PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")) + sort
 PAGES += sorted(ROOT.glob("tests/*/README.md"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
-EXAMPLES = {"models/mine.py"}  # what a reader of docs/guides/fork.md makes
+EXAMPLES = {"models/mine.py"}  # what a reader of docs/tutorials/fork.md makes
 FILES = {"metrics.jsonl", "model.safetensors"}  # not keys of sections
 REMOVED = {"compile.unit"}  # in the changelog, and in commands of earlier measurements
 

@@ -1,4 +1,4 @@
 """Forks of the tiny Llama that are right on every mesh: `titanlite check-model` must pass each.
 
-docs/guides/fork.md describes them.
+docs/reference/family.md describes them.
 """
