@@ -10,6 +10,7 @@ from tests import hf_folders
 from tests.campaigns import trajectory
 from tests.end_to_end import test_eval
 from tests.end_to_end.forked import Done, prepare, titanlite, train
+from tests.end_to_end.test_run_train import undocumented
 
 FAMILIES = ("tests.tiny_qwen3_moe", "tests.tiny_deepseek_v3")  # with and without shared experts; test_oracle.py has all
 pytestmark = pytest.mark.slow  # `make test` has split experts in tests/distributed, and the commands with dense models
