@@ -92,7 +92,7 @@ def run(pools: dict[int, Pool], overlap: bool, batch: int, **sections: dict[str,
 
 
 @pytest.mark.slow  # inductor
-@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 2])
 def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pools, batch):
     plain_loss, plain, _ = run(pools, False, batch)
     loss, found, graphs = run(pools, True, batch, compile=COMPILED)
@@ -110,7 +110,7 @@ def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "batch"), [("tensorwise", 1), ("rowwise", 2), ("rowwise_with_gw_hp", 1)])
+@pytest.mark.parametrize(("recipe", "batch"), [("tensorwise", 1), ("rowwise", 2)])
 def test_with_float8_it_overlaps_the_sums_of_the_forward_pass(pools, recipe, batch):
     """Both runs are compiled: without the compiler, values are rounded to bfloat16 in other places."""
     sections = {
