@@ -64,6 +64,26 @@ _ENDS = (
     ("retention", "older than keep_latest_k: deleted"),
 )
 
+# Parts of docs/pictures/run.txt, the log of a run on two ranks of a CPU, and what they mean.
+_LOG = (
+    ("mesh                 dp_shard 2", "two ranks share parameters, gradients and optimizer state"),
+    ("global batch         16 sequences = 4,096 tokens a step", "of all ranks: it does not follow from the mesh"),
+    ("schedule             10 warm-up, 10 stable, 20 cosine decay to 0.1 x 0.003", "steps of each part, and the last rate"),
+    ("step 20/40", "a report, every metrics.log_freq steps"),
+    ("mean loss 6.5143", "of steps 11 to 20: compare runs by this"),
+    ("loss 6.2412", "of step 20 alone, in nats a token; a uniform guess is ln 4096 = 8.3"),
+    ("grad norm 0.939", "of the whole gradient, before clipping"),
+    ("lr 3.00e-03", "of this step"),
+    ("1,182 tokens/s", "of all ranks, without the pauses at the end of the line"),
+    ("data wait 0.1%", "of the time the device had no batch"),
+    ("validation loss 6.4887", "of held-out text, in nats a token"),
+    ("2.8275 bits a byte", "the same, independent of the tokenizer"),
+    ("memory 0.70 GiB", "the peak of the rank that has used most"),
+    ("validation 2.87 s", "a pause, which is not in tokens/s"),
+    ("saved outputs/llama_debug/checkpoint/step-00000020 in 0.34 s", "a kill from here on loses only what follows"),
+    ("done: 40 steps in 134.7 s, of which startup 2.6 s, validation 5.3 s, save 0.6 s", "pauses of the whole run"),
+)
+
 
 def mesh() -> Drawing:
     """16 ranks as pp 2 x dp_shard 4 x tp 2: their coordinates, and which part of the global batch they read."""
@@ -235,6 +255,21 @@ def checkpoint() -> Drawing:
     return drawing
 
 
+def log() -> Drawing:
+    """Parts of a real log, each with its meaning."""
+    text = (FOLDER / "run.txt").read_text(encoding="utf-8")
+    (report,) = (line for line in text.splitlines() if "step 20/40" in line)
+    drawing = Drawing(1060, 60 + 26 * len(_LOG), "A log, annotated")
+    drawing.text(20, 28, "A run's log, annotated", 16)
+    for row, (part, what) in enumerate(_LOG):
+        assert part in text, f"not in run.txt: {part}"
+        y, inset = 44 + 26 * row, 20 if part in report and not part.startswith("step") else 0
+        drawing.box(20 + inset, y, 530 - inset, 22, COLORS[4 if part in report else 7])
+        drawing.text(28 + inset, y + 15, part, 11)
+        drawing.text(566, y + 15, what, 11)
+    return drawing
+
+
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "mesh": mesh,
     "styles": styles,
@@ -243,6 +278,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "schedules": schedules,
     "memory": memory,
     "checkpoint": checkpoint,
+    "log": log,
 }
 
 if __name__ == "__main__":
