@@ -114,6 +114,8 @@ def test_the_gradient_of_the_logits_has_its_closed_form(weight, temperature):
 def test_the_head_gives_each_chunk_the_teachers_logits_of_its_own_tokens(chunk):
     torch.manual_seed(0)
     head, teacher = (Head(RMSNorm(dim, 1e-5), dim, 72) for dim in (16, 24))
+    for each in (*head.parameters(), *teacher.parameters()):
+        torch.nn.init.normal_(each, mean=0.5)
     head.sizes, teacher.softcap = Sizes(8 * chunk * 72, 5 * 16), 2.0
     hidden, known = torch.randn(3, 10, 16, requires_grad=True), torch.randn(3, 10, 24)
     labels = torch.randint(72, (3, 10))
@@ -244,6 +246,13 @@ def test_a_pipeline_and_a_mesh_that_the_teacher_does_not_fit_are_refused(tmp_pat
     assert fault.startswith("distillation.teacher = ") and "parallelism.pipeline_parallel_degree = 2" in fault
     (fault,) = faults_of(folder, 8, parallelism={"tensor_parallel_degree": 8}, model={"overrides": {"n_kv_heads": 8}})
     assert fault.startswith("distillation.teacher = ") and "does not divide n_kv_heads = 4" in fault
+
+
+def test_a_dense_teacher_of_a_model_with_split_experts_is_not_refused(tmp_path):
+    folder = written(tmp_path / "teacher", "tests.tiny", "large")
+    model, job = {"name": "tests.tiny_moe", "flavor": "large"}, {"dump_folder": str(tmp_path / "run")}
+    config = config_of(SPLIT, model=model, job=job, distillation={"teacher": folder}, training={"global_batch_size": 16})
+    assert check(config, "run.toml", 2, open_files=False) == []
 
 
 def test_another_tokenizer_in_the_teachers_folder_is_refused(tmp_path):
