@@ -115,10 +115,11 @@ def token_loss(config: Config) -> Callable[..., Any] | None:
         if not distillation.teacher:
             return None
         return functools.partial(distilled, weight=distillation.weight, temperature=distillation.temperature)
-    named = ("teacher_logits",)
-    if not distillation.teacher and named[0] in inspect.signature(function_of(key, cfg.loss)).parameters:
-        raise UserError(f'{key} = "{cfg.loss}": takes {named[0]}, so set distillation.teacher')
-    return with_options(key, cfg.loss, ("logits", "labels"), cfg.loss_options, named if distillation.teacher else ())
+    named = "teacher_logits"
+    takes = inspect.signature(function_of(key, cfg.loss)).parameters.get(named)
+    if not distillation.teacher and takes is not None and takes.default is takes.empty:
+        raise UserError(f'{key} = "{cfg.loss}": takes {named}, so set distillation.teacher')
+    return with_options(key, cfg.loss, ("logits", "labels"), cfg.loss_options, (named,) if distillation.teacher else ())
 
 
 def place(part: Callable[..., Any]) -> str:
