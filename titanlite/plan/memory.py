@@ -79,9 +79,8 @@ def _experts(model: nn.Module) -> set[int]:
 
 def check_of(local_ranks: int) -> Check:
     """The check that so many ranks fit on this machine."""
-    return Check(
-        "memory", lambda s: faults(s.config, s.model, s.ranks, local_ranks), ("mesh", "sharding", "pipeline", "distillation")
-    )
+    needs = ("mesh", "sharding", "pipeline", "distillation")
+    return Check("memory", lambda s: faults(s.config, s.model, s.ranks, local_ranks), needs)
 
 
 def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iterator[str]:

@@ -74,12 +74,8 @@ def with_options(
     """
     part = function_of(key, name)
     table, parameters = KEYS[key], inspect.signature(part).parameters
-    positional = [each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]
-    own = {
-        each: parameter
-        for each, parameter in parameters.items()
-        if parameter.kind in _BY_KEYWORD and each not in (*positional, *named)
-    }
+    passed = [*named, *[each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]]
+    own = {each: one for each, one in parameters.items() if one.kind in _BY_KEYWORD and each not in passed}
     hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     faults = []
     for option, value in options.items():
