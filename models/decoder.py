@@ -30,6 +30,7 @@ class Decoder(nn.Module):
     layers: nn.ModuleDict  # blocks by global index, "0", "1", ...; each block is one unit of FSDP, compile and recomputation
     head: Head | None
     context: tuple[DeviceMesh, Literal["gather", "ulysses"]] | None = None  # ranks that a sequence is split over, and how
+    teacher: Any = None  # titanlite.loop.distillation.Teacher, a second model that is not trained
     pipeline: Any = None  # titanlite.parallel.pipeline.Pipeline, where other ranks have the other blocks
     limits = Limits()  # of the family's file, where titanlite builds the model
 

@@ -13,7 +13,8 @@ IGNORE = -100  # a label that the loss ignores, as in PyTorch's cross entropy
 
 # A loss other than the cross entropy: logits (tokens, vocab) float32 and labels (tokens,) int64 -> losses (tokens,) float32.
 # Autograd differentiates it. Tokens come in chunks of any size. A token without label has label 0, and its loss is ignored.
-TokenLoss = Callable[[Tensor, Tensor], Tensor]
+# With a teacher it gets the keyword argument teacher_logits too, of the shape and dtype of logits.
+TokenLoss = Callable[..., Tensor]
 _SMALLER = 4  # chunks of a TokenLoss: its float32 logits, their gradient, and what autograd keeps exist at once
 
 
@@ -35,6 +36,14 @@ SIZES = {
     "cuda": Sizes(logits=2**29, product=None),
     "meta": Sizes(logits=2**29, product=None),
 }
+
+
+class Outputs(NamedTuple):
+    """What a teacher knows of a microbatch; its logits are computed from it for a chunk of tokens at a time."""
+
+    hidden: Tensor  # (tokens, dim), after the final norm
+    weight: Tensor  # (rows, dim): this rank's rows of the vocabulary, which are those of the student's head
+    softcap: float | None
 
 
 class Head(nn.Module):
@@ -65,11 +74,12 @@ class Head(nn.Module):
         self.norm = norm
         self.output = nn.Linear(dim, vocab_size, bias=False)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, teacher: Callable[[], Outputs] | None = None) -> Tensor:
         """Logits (batch, seq, vocab) of hidden (batch, seq, dim); with labels (batch, seq), the sum of the losses, () float32.
 
         Labels equal to IGNORE add nothing. Under tensor parallelism, hidden is this rank's slice of the tokens, labels
         cover the whole sequence, and every rank returns the same sum. The sum has the z-loss only when gradients are enabled.
+        teacher: gathers what a `loss` that takes teacher_logits needs of the same tokens.
         """
         hidden, weight = self.norm(hidden), self.output.weight
         if labels is None:
@@ -90,13 +100,22 @@ class Head(nn.Module):
         training = torch.is_grad_enabled()
         loss = self.loss if training else None
         if loss is not None:
-            sizes = sizes._replace(logits=sizes.logits // _SMALLER)
+            sizes = sizes._replace(logits=sizes.logits // (_SMALLER if teacher is None else 2 * _SMALLER))
             rows = self.vocab_size  # all of them, for each token
         chunk = chunk_of(labels.numel(), rows, sizes)
-        of_loss = loss, self.vocab_size, self.softcap, self.z_loss, self.scale
+        known = None if teacher is None or loss is None else teacher()
+        of_loss = loss, known, self.vocab_size, self.softcap, self.z_loss, self.scale
         how = self.kernels, training, self.split_backward
         options = _Options(first, group, chunk, sizes.product, *of_loss, *how)
         return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), options)
+
+    @torch.no_grad()
+    def outputs(self, hidden: Tensor) -> Outputs:
+        """As a teacher's head, whose parameters are gathered: what a student's head needs of hidden (batch, seq, dim)."""
+        hidden, weight = self.norm(hidden), self.output.weight
+        if isinstance(weight, DTensor) and isinstance(hidden, DTensor):
+            hidden, weight = hidden.to_local(), weight.to_local()
+        return Outputs(hidden.flatten(0, 1), weight.to(hidden.dtype), self.softcap)
 
 
 def chunk_of(tokens: int, rows: int, sizes: Sizes) -> int:
@@ -161,6 +180,7 @@ class _Options(NamedTuple):
     chunk: int  # tokens per chunk
     product: int | None  # as in Sizes
     loss: TokenLoss | None  # None: the cross entropy
+    teacher: Outputs | None  # for such a loss
     vocab_size: int  # of all ranks together
     softcap: float | None
     z_loss: float
@@ -194,7 +214,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if options.loss is None:
                 loss += _loss_and_gradient(logits, label, options, with_gradient)
             else:
-                loss += _own_loss_and_gradient(options.loss, logits, label, options)
+                loss += _own_loss_and_gradient(options.loss, logits, label, options, start)
             if grad_hidden is not None:
                 torch.mm(logits, used, out=grad_hidden[start : start + options.chunk])
             if grad_weight is not None:
@@ -244,17 +264,17 @@ def _loss_and_gradient(logits: Tensor, label: Tensor, options: _Options, with_gr
     return torch.where(valid, loss, 0.0).sum()
 
 
-def _own_loss_and_gradient(token_loss: TokenLoss, logits: Tensor, label: Tensor, options: _Options) -> Tensor:
+def _own_loss_and_gradient(token_loss: TokenLoss, logits: Tensor, label: Tensor, options: _Options, start: int) -> Tensor:
     """As `_loss_and_gradient`, of another loss, whose gradient autograd computes from the logits of the whole vocabulary.
 
-    Every rank of the group computes the same losses, and keeps the gradient of its own logits.
+    start: the chunk's first token. Every rank of the group computes the same losses, and keeps the gradient of its own logits.
     """
     valid, scale = label != IGNORE, 1.0 if options.scale is None else options.scale
     whole = logits if options.group is None else _gathered(logits, options.vocab_size, options.group)
     with torch.enable_grad():
         leaf = whole.float().detach().requires_grad_()
         capped = leaf if options.softcap is None else options.softcap * torch.tanh(leaf / options.softcap)
-        losses = token_loss(capped, torch.where(valid, label, 0))
+        losses = token_loss(capped, torch.where(valid, label, 0), **_of_teacher(options, start, len(label)))
         if fault := token_loss_fault(losses, label):
             raise ValueError(f"the head's loss {fault}")
         if options.z_loss:
@@ -263,6 +283,28 @@ def _own_loss_and_gradient(token_loss: TokenLoss, logits: Tensor, label: Tensor,
         (gradient,) = torch.autograd.grad(loss, leaf)
     logits.copy_(gradient[:, options.first : options.first + logits.shape[1]] * scale)
     return loss.detach()
+
+
+@torch.no_grad()
+def _of_teacher(options: _Options, start: int, count: int) -> dict[str, Tensor]:
+    """A teacher's logits (count, vocab) float32 of the tokens from `start` on, if there is one."""
+    if (teacher := options.teacher) is None:
+        return {}
+    logits = torch.mm(teacher.hidden[start : start + count], teacher.weight.T)
+    whole = (logits if options.group is None else _gathered(logits, options.vocab_size, options.group)).float()
+    return {"teacher_logits": whole if teacher.softcap is None else teacher.softcap * torch.tanh(whole / teacher.softcap)}
+
+
+def distilled(logits: Tensor, labels: Tensor, teacher_logits: Tensor, weight: float, temperature: float) -> Tensor:
+    """The TokenLoss of a student: (1 - weight) x cross entropy + weight x temperature^2 x KL(teacher || student).
+
+    Both distributions of the divergence are softmaxes of logits / temperature; the square keeps the size of its gradient
+    (Hinton et al., arXiv:1503.02531, section 2).
+    """
+    known = (teacher_logits / temperature).log_softmax(dim=-1)
+    guessed = (logits / temperature).log_softmax(dim=-1)
+    divergence = F.kl_div(guessed, known, reduction="none", log_target=True).sum(dim=-1)
+    return (1 - weight) * F.cross_entropy(logits, labels, reduction="none") + weight * temperature**2 * divergence
 
 
 def token_loss_fault(losses: object, labels: Tensor) -> str:

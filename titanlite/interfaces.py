@@ -36,7 +36,8 @@ class TokenLoss(Protocol):
 
     The head sums it over the labels of the step, and autograd differentiates it. Tokens come in chunks of any size, on every
     rank that has the last layer; under tensor parallelism every rank gets the logits of the whole vocabulary. It is called in
-    the forward pass of training only: validation reports the cross entropy.
+    the forward pass of training only: validation reports the cross entropy. With `distillation.teacher` it must take the
+    keyword argument teacher_logits too: a second model's logits of the same tokens, as `logits`, without gradients.
     """
 
     def __call__(self, logits: "Tensor", labels: "Tensor") -> "Tensor":

@@ -39,6 +39,7 @@ from titanlite.launch.run_folder import RunLock, record_start, written
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
+from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import Incidents, StepRecord, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
@@ -115,7 +116,7 @@ def train(
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
-        record |= {"own_source": source_of_parts(config)}
+        record |= {"own_source": source_of_parts(config), "teacher": digest_of_teacher(config)}
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
@@ -298,6 +299,7 @@ def main(config: Config | None = None) -> None:
             patience = _RECORDER_PATIENCE
         family = family_of(config.model)
         hashes = {name: module["hash"] for name, module in (source_of(family.module) | source_of_parts(on_device)).items()}
+        hashes |= {"teacher": digest_of_teacher(on_device)}
         settled = config.settled(Hardware(cuda, world))
         device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for

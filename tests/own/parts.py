@@ -11,3 +11,14 @@ def smoothed(logits, labels, share: float = 0.1):
     log_probabilities = logits.log_softmax(dim=-1)
     wanted = log_probabilities.gather(1, labels[:, None])[:, 0]
     return -(1 - share) * wanted - share * log_probabilities.mean(dim=-1)
+
+
+def reverse_divergence(logits, labels, teacher_logits):
+    """KL(student || teacher) of each token. logits, teacher_logits (tokens, vocab) float32."""
+    student, teacher = logits.log_softmax(dim=-1), teacher_logits.log_softmax(dim=-1)
+    return (student.exp() * (student - teacher)).sum(dim=-1)
+
+
+def undemanding(logits, labels, share: float = 0.1, teacher_logits=None):
+    """A loss that takes a teacher's logits and needs none."""
+    return smoothed(logits, labels, share)

@@ -95,7 +95,7 @@ ELSEWHERE = (
     *("training.on_nonfinite", "moe.max_tokens_factor", "optimizer.implementation", "metrics.spike_*"),
     *("float8.emulate", "float8.enable_fsdp_float8_all_gather", "profiling.*memory_snapshot*", "validation.sample_*"),
     *("checkpoint.async_mode", "checkpoint.load_step", "checkpoint.initial_load_*", "checkpoint.exclude_from_loading"),
-    *("checkpoint.allow_changes", "model.hf_assets_path", "model.attention", "training.add_bos"),
+    *("checkpoint.allow_changes", "model.hf_assets_path", "model.attention", "training.add_bos", "distillation.*"),
 )
 SHOWN = [key for key in KEYS if not any(fnmatchcase(key, pattern) for pattern in ELSEWHERE)]
 

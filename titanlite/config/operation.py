@@ -68,7 +68,8 @@ class Checkpoint(Section):
     loaded, unless that checkpoint was written with the same patterns."""
     allow_changes: Annotated[list[str], _WITH_CHECKPOINTS] = []
     """Patterns of keys, such as "optimizer.lr" or "lr_scheduler.*", that may differ from the checkpoint's although they change
-    the mathematics. "data" stands for the text, its tokenizer and the mixture, "model.source" for the code of the model."""
+    the mathematics. "data" stands for the text, its tokenizer and the mixture, "model.source" for the code of the model,
+    "teacher" for the files of distillation.teacher."""
 
 
 class Metrics(Section):

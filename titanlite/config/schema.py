@@ -25,6 +25,7 @@ _WITH_LORA, _WITH_FLOAT8 = EffectiveWhen("lora.enable = true"), EffectiveWhen("f
 _WITH_COMPILE = EffectiveWhen("compile.enable = true")
 _WITH_FULL = EffectiveWhen('activation_checkpoint.mode = "full"')
 _WITH_MUON = EffectiveWhen('optimizer.name = "Muon"')
+_WITH_TEACHER = EffectiveWhen("distillation.teacher is set", 'training.loss = "cross_entropy"')
 _WITH_VALIDATION = EffectiveWhen("validation.enable = true")
 _WITH_VALIDATION_TEXT = _WITH_VALIDATION.and_when("validation.dataset_path is not set", "validation.sources is not set")
 _WITH_SAMPLES = _WITH_VALIDATION.and_when("metrics.enable_tensorboard = true")
@@ -355,6 +356,20 @@ class Optimizer(Section):
     error is kept in 2 more bytes per parameter; together they are the float32 parameter."""
 
 
+class Distillation(Section):
+    """Training with a second, frozen model (docs/guides/distillation.md)."""
+
+    teacher: Annotated[bounds.Text, ALWAYS, MAY_CHANGE] = ""
+    """A folder in Hugging Face's format, of any family of models/ and of the same vocabulary. Its model is sharded like the one
+    that is trained, kept in training.mixed_precision_param, evaluated on the same tokens, and not saved. An own training.loss
+    gets its logits."""
+    weight: Annotated[bounds.Fraction, _WITH_TEACHER] = 0.5
+    """The loss of each label is (1 - weight) x cross entropy + weight x temperature^2 x KL(teacher || student). The reported
+    training loss is this sum; validation reports the cross entropy."""
+    temperature: Annotated[bounds.Positive, _WITH_TEACHER] = 1.0
+    """The logits of both models are divided by it for the divergence (Hinton et al., arXiv:1503.02531)."""
+
+
 class LRScheduler(Section):
     """Warm-up, stable, decay: the learning rate as a function of the step."""
 
@@ -407,6 +422,7 @@ class Config(StrictModel):
     parallelism: Parallelism = Parallelism()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    distillation: Distillation = Distillation()
     moe: Moe = Moe()
     lora: Lora = Lora()
     float8: Float8 = Float8()

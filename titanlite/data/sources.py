@@ -144,7 +144,7 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
     if manifest is not None:
         fingerprint = manifest["fingerprint"]
     else:
-        fingerprint = digest(*(_probe(stored.path) for file in files for stored in file.files))
+        fingerprint = digest(*(probe(stored.path) for file in files for stored in file.files))
     return TokenSource(source, name_of(source), files, fingerprint, manifest)
 
 
@@ -200,7 +200,7 @@ def _foreign_beginning(file: TokenFile, loaded: LoadedTokenizer) -> tuple[int, .
     return loaded.bos if tuple(file.ids[begin : begin + len(loaded.bos)].tolist()) == loaded.bos else ()
 
 
-def _probe(path: Path) -> str:
+def probe(path: Path) -> str:
     """A digest of a file's size and of 16 evenly spread blocks: it reads 64 KiB of a terabyte."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size

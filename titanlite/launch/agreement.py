@@ -22,7 +22,7 @@ from titanlite.ground.errors import UserError, listed
 Identity = dict[str, str]  # name -> value as JSON
 
 # Each node may have the same files in another place. Data, tokenizer, dimensions and the shared folder are compared themselves.
-PER_NODE = ("job.dump_folder", "model.hf_assets_path", "*.dataset", "*.dataset_path", "*.sources.*.path")
+PER_NODE = ("job.dump_folder", "model.hf_assets_path", "distillation.teacher", "*.dataset*", "*.sources.*.path")
 _LINES = 12  # of a message
 _READ_WITHIN = timedelta(seconds=10)  # by all ranks, before the first one ends and may take the store with it
 

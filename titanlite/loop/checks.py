@@ -17,7 +17,7 @@ from titanlite.data import sources, tokenizer
 from titanlite.ground.errors import MachineFault, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
-from titanlite.loop import divergence, loss, resume
+from titanlite.loop import distillation, divergence, loss, resume
 from titanlite.optim import balance, build, lr_schedule, state
 from titanlite.parallel import mesh, pipeline
 from titanlite.parallel.parallelize import STEPS
@@ -77,6 +77,7 @@ CHECKS = (
     Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # whose faults it would repeat
     Check("Hugging Face", lambda s: hf_folder.faults(s.config, s.family, s.model), ("run folder", "model")),
     Check("loss", lambda s: loss.faults(s.config, s.model), ("model",)),
+    Check("distillation", of_module(distillation.faults), ("mesh", "limits", "context", "experts", "sharding")),
     Check("parameters of the optimizer", lambda s: build.model_faults(s.config.optimizer, s.model), ("model",)),
     Check("balance", lambda s: balance.faults(s.config, s.model), ("model",)),
     Check("tokenizer", lambda s: tokenizer.faults(s.config, s.family.config.vocab_size), ("family",)),

@@ -47,8 +47,13 @@ def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
 def summed_loss(model: Decoder, batch: Batch) -> Tensor:
     """Sum of the cross entropies of one microbatch, (batch, seq) labels; () float32. Of split sequences, this rank's part."""
     assert model.head is not None, "a pipeline stage without head has no loss"
-    inputs, labels, seq = arranged(model, batch)
-    return model.head(model(inputs, seq), labels)
+    inputs, labels, seq = part = arranged(model, batch)
+    if model.teacher is None or not torch.is_grad_enabled():
+        return model.head(model(inputs, seq), labels)
+    known = model.teacher.read(part)  # first, while no activations are kept
+    hidden = model(inputs, seq)
+    with model.teacher.outputs(known) as outputs:
+        return model.head(hidden, labels, outputs)
 
 
 def summed_losses(model: Decoder, batches: Sequence[Batch]) -> Tensor:
@@ -105,7 +110,7 @@ def _own_faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f"{key}: the head of {config.model.name} is not models.head.Head, which computes it"
         return
     try:
-        loss = own.token_loss(cfg)
+        loss = own.token_loss(config)
     except UserError as error:
         yield from str(error).splitlines()
         return
@@ -114,8 +119,9 @@ def _own_faults(config: Config, model: Decoder) -> Iterator[str]:
     logits = torch.randn(_PROBED, model.head.vocab_size, generator=draw).requires_grad_()
     labels = torch.arange(_PROBED) % model.head.vocab_size
     place = own.place(own.function_of("training.loss", cfg.loss))
+    of_teacher = {"teacher_logits": torch.randn(logits.shape, generator=draw)} if config.distillation.teacher else {}
     try:
-        losses = loss(logits, labels)
+        losses = loss(logits, labels, **of_teacher)
         fault = token_loss_fault(losses, labels)
     except Exception as error:  # the user's function can raise anything
         yield f"{key}: fails ({location_of(error)}): {error!r}"

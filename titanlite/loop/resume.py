@@ -30,6 +30,7 @@ from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
+from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
@@ -47,6 +48,7 @@ _ON_RESUME = {
 }
 _DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
 _SOURCE = "model.source"  # the code of the model and of the user's own parts, there
+_TEACHER = "teacher"  # its files, there
 
 
 class RunIdentity(NamedTuple):
@@ -112,6 +114,7 @@ def numbers_of(run: RunIdentity, schedule: Schedule, progress: Progress) -> dict
         "architecture": run.family.dimensions(),
         "model_source": source_of(run.family.module),
         "own_source": source_of_parts(run.config),
+        "teacher": digest_of_teacher(run.config),
         "config": run.config.model_dump(),
     }
 
@@ -288,6 +291,8 @@ def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     yield from _data_changes(numbers["data"], run.data.describe())
     then = numbers["model_source"] | numbers.get("own_source", {})
     yield from _source_changes(then, source_of(run.family.module) | source_of_parts(run.config))
+    if (teacher := numbers.get("teacher", "")) != (given := digest_of_teacher(run.config)):
+        yield Change(_TEACHER, teacher, given)
 
 
 def _source_changes(before: ModelSource, now: ModelSource) -> Iterator[Change]:
@@ -322,7 +327,7 @@ def _source_sentence(source: dict[str, Any] | None, data: dict[str, Any]) -> str
 
 def changeable() -> list[str]:
     """The keys that checkpoint.allow_changes can name."""
-    return [*(key for key, rule in _ON_RESUME.items() if rule is None), _DATA, _SOURCE]
+    return [*(key for key, rule in _ON_RESUME.items() if rule is None), _DATA, _SOURCE, _TEACHER]
 
 
 def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from models.moe import routers_of
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import at, phase
+from titanlite.loop.distillation import load_teacher
 from titanlite.loop.loss import StepLoss, arranged, count_labels, summed_loss
 from titanlite.optim import balance
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
@@ -39,7 +40,9 @@ def begin_training(
     family: Family, config: Config, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Decoder, torch.optim.Optimizer, LossScale | None]:
     """The model with its initial weights, an optimizer that has its state, and the loss scale of float16."""
+    teacher = load_teacher(config, mesh, device)  # first: the compiler's settings are then those of the trained model
     model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
+    model.teacher = teacher
     if routers_of(model):
         batch, together = config.global_batch(data_degree(mesh)), stage_group(mesh)
         balance.balance_experts(model, config, batch, sequence_mesh(mesh), mesh["tp"], together)

@@ -14,6 +14,7 @@ from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree, needs_fsdp
 from titanlite.parallel.pipeline import SPLIT, split_layers
 from titanlite.registry.family import Family
+from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms.attention_kernels import attention_sentence
 from titanlite.transforms.meta import on_meta, training_flops
 
@@ -40,7 +41,7 @@ def derived_values(
     training = config.training
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
     split = f", sequences split by {config.parallelism.context_parallel_method}" if "cp" in used else ""
-    flops = training_flops(family, config)
+    flops, of_teacher = training_flops(family, config), config_of_teacher(config)
     whole = on_meta(family, config)  # of a pipeline, no rank has it
     total = sum(p.numel() for p in whole.parameters())
     trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
@@ -71,6 +72,7 @@ def derived_values(
         "run": config.job.description or "(no description)",
         "folder": str(Path(config.job.dump_folder).resolve()),
         "model": f"{config.model.title}, {total:,} parameters{frozen}",
+        **({"teacher": f"{of_teacher.model.name}, {config.distillation.teacher}"} if of_teacher else {}),
         **({"built in": note} if (note := built_in(config, total)) else {}),
         "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
         "device": torch.cuda.get_device_name()

@@ -67,7 +67,7 @@ def _loss(model: Decoder, build: Build) -> None:
         return
     if cfg.z_loss:
         model.head.z_loss = cfg.z_loss
-    if (loss := own.token_loss(cfg)) is not None:
+    if (loss := own.token_loss(build.config)) is not None:
         model.head.loss = loss
 
 

@@ -15,6 +15,7 @@ from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import StageAssignment, assign_stages
 from titanlite.registry.check import Check
 from titanlite.registry.family import family_of
+from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 
@@ -27,7 +28,10 @@ def kept_bytes(config: Config, model: Decoder, ranks: int) -> int:
     Raises UserError for a mesh that does not fit the ranks.
     """
     family = family_of(config.model)
-    return max(_kept_bytes(config, model, ranks, share) for share in assign_stages(config, family, model))
+    own = max(_kept_bytes(config, model, ranks, share) for share in assign_stages(config, family, model))
+    if (cfg := config_of_teacher(config)) is None:
+        return own
+    return own + kept_bytes(cfg, on_meta(family_of(cfg.model), cfg).requires_grad_(False), ranks)
 
 
 def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssignment) -> int:
@@ -75,7 +79,8 @@ def _experts(model: nn.Module) -> set[int]:
 
 def check_of(local_ranks: int) -> Check:
     """The check that so many ranks fit on this machine."""
-    return Check("memory", lambda s: faults(s.config, s.model, s.ranks, local_ranks), ("mesh", "sharding", "pipeline"))
+    needs = ("mesh", "sharding", "pipeline", "distillation")
+    return Check("memory", lambda s: faults(s.config, s.model, s.ranks, local_ranks), needs)
 
 
 def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iterator[str]:

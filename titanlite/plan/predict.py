@@ -17,6 +17,7 @@ from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
 from titanlite.ground.errors import UserError, phase
 from titanlite.ground.torch_private import BEFORE_2_13
+from titanlite.loop.distillation import build_teacher
 from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.fsdp import GradientSync, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
@@ -48,7 +49,7 @@ from titanlite.transforms.shards import local_part
 class MemoryEstimate(NamedTuple):
     """Bytes that rank 0 holds when it holds the most."""
 
-    masters: int
+    masters: int  # and a teacher's weights
     gradients: int  # of every trained parameter, as in the second microbatch of a step and at the end of any
     moments: int  # and all else that the optimizer keeps
     activations: int  # what all layers together keep from the forward pass for the backward pass
@@ -95,7 +96,8 @@ def predict(
         model, replicas = parallelize(family, config, mesh, torch.device("cpu")), mesh["dp_replicate"].size()
         microbatches = config.microbatches(data_degree(mesh))
         layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type, routings(model, routing))
-        held, host = measure_memory(setup, layers.few), 0
+        held, host, teacher = measure_memory(setup, layers.few), 0, build_teacher(config, mesh, torch.device("cpu"))
+        of_teacher = sum(map(local_bytes, teacher.model.parameters())) if teacher else 0
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
             host, _ = whole_memory(layers, held)
             held = offloaded(held)
@@ -114,6 +116,7 @@ def predict(
     activations, working = whole_memory(layers, held)
     passes = sum_of(parts, lambda scope: run.times(scope) if scope in run.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
+    masters += of_teacher
     deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
     # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
     if microbatches > 1 and deferred.shards:

@@ -22,6 +22,7 @@ from models.head import SIZES, Head
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.torch_private import FakeStore, FakeTensorMode, tree_leaves
+from titanlite.loop.distillation import build_teacher
 from titanlite.loop.step import forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import GradientSync
@@ -65,7 +66,7 @@ class MicrobatchMemory(NamedTuple):
 
 def measure_memory(setup: Setup, layers: Sequence[str]) -> MicrobatchMemory:
     """What a model of these layers holds. The second of two steps is measured: gradients are there already."""
-    model, allocations = _some_layers(setup, layers), Allocations()
+    model, allocations = _with_teacher(setup, layers), Allocations()
     held: Counter[str] = Counter()  # when the head begins
     _announce(model, allocations.enter)
     assert model.head is not None
@@ -93,7 +94,7 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
 
     often_run: for each microbatch that is run, for how many of a step it stands. kept: parameters stay gathered until the end.
     """
-    model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh))
+    model, recorder = _with_teacher(setup, layers.few), Recorder(mesh_slices(setup.mesh))
     begun: list[tuple[str, int, Work]] = []  # (scope, microbatches that this stands for, what had been recorded by then)
     microbatches = iter(often_run)
     often = 1
@@ -108,7 +109,8 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
         begun.append((scope, often, recorder.work()))
 
     _announce(model, enter)
-    model.register_forward_pre_hook(enter_microbatch, prepend=True)
+    first = model if model.teacher is None else model.teacher.model
+    first.register_forward_pre_hook(enter_microbatch, prepend=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _materialize(model)
         float8.measure_weights(model)  # as the step before has done
@@ -197,9 +199,18 @@ def _some_layers(setup: Setup, layers: Sequence[str]) -> Decoder:
     return model
 
 
+def _with_teacher(setup: Setup, layers: Sequence[str]) -> Decoder:
+    """The same beside the whole teacher of the run, if it has one."""
+    model = _some_layers(setup, layers)
+    model.teacher = build_teacher(setup.config, setup.mesh, torch.device("cpu"))
+    return model
+
+
 def _materialize(model: nn.Module) -> None:
     model.to_empty(device="cpu")
     tie(model)
+    if (teacher := getattr(model, "teacher", None)) is not None:
+        _materialize(teacher.model)
 
 
 def _forward_backward(model: Decoder, setup: Setup, microbatches: int) -> None:

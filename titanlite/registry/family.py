@@ -189,6 +189,18 @@ def limits_of(module: ModuleType) -> Limits:
     return Limits(**declared)
 
 
+def reader_of(description: Description, remedy: str) -> str:
+    """The family of models/ that reads the model_type of a config.json. Raises UserError, which ends with `remedy`."""
+    kind = description["model_type"]
+    readers = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
+    names = [name for name, kinds in readers.items() if kind in kinds]
+    if len(names) != 1:
+        have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in readers.items() if kinds)
+        fault = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
+        raise UserError(f"{description.path}: {fault} model_type {kind!r}{remedy}")
+    return names[0]
+
+
 def require_hf(module: ModuleType) -> None:
     """Raises UserError for a family that Hugging Face's format cannot hold."""
     if missing := [part for part in OFFERS_HF if not hasattr(module, part)]:

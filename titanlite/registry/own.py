@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from models.head import distilled
 from titanlite.config.read import allowed, suggest
-from titanlite.config.schema import Config, Training
+from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import import_named
 from titanlite.registry.source import ModelSource, source_of
@@ -64,17 +65,17 @@ def function_of(key: str, name: str) -> Callable[..., Any]:
     return part
 
 
-def with_options(key: str, name: str, given: Sequence[str], options: dict[str, Any]) -> Callable[..., Any]:
-    """The function that a key names, with its options. given: the names of the positional arguments that titanlite passes.
+def with_options(
+    key: str, name: str, given: Sequence[str], options: dict[str, Any], named: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """The function that a key names, with its options. given: the arguments that titanlite passes; named: by keyword.
 
     The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
     """
     part = function_of(key, name)
     table, parameters = KEYS[key], inspect.signature(part).parameters
-    positional = [each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]
-    own = {
-        each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in positional
-    }
+    passed = [*named, *[each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]]
+    own = {each: one for each, one in parameters.items() if one.kind in _BY_KEYWORD and each not in passed}
     hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     faults = []
     for option, value in options.items():
@@ -90,24 +91,31 @@ def with_options(key: str, name: str, given: Sequence[str], options: dict[str, A
     faults += [f"{table}: has no {each}, which {name} needs" for each in missing]
     if not faults:
         try:
-            inspect.signature(part).bind(*given, **options)
+            inspect.signature(part).bind(*given, **dict.fromkeys(named), **options)
         except TypeError as error:
-            faults.append(
-                f'{key} = "{name}": must take {", ".join(given)}, then its options by keyword: {error} ({place(part)})'
-            )
+            takes = ", ".join((*given, *named))
+            faults.append(f'{key} = "{name}": must take {takes}, then its options by keyword: {error} ({place(part)})')
     if faults:
         raise UserError("\n".join(faults))
     return functools.partial(part, **options)
 
 
-def token_loss(cfg: Training) -> Callable[..., Any] | None:
-    """The loss of each token that `training.loss` names, a `TokenLoss` of interfaces.py; None: the cross entropy.
+def token_loss(config: Config) -> Callable[..., Any] | None:
+    """The loss of each token that `training.loss` names, a `TokenLoss` of interfaces.py, or that of [distillation]; None: the
+    cross entropy.
 
     Raises UserError as `with_options` does.
     """
+    key, cfg, distillation = "training.loss", config.training, config.distillation
     if ":" not in cfg.loss:
-        return None
-    return with_options("training.loss", cfg.loss, ("logits", "labels"), cfg.loss_options)
+        if not distillation.teacher:
+            return None
+        return functools.partial(distilled, weight=distillation.weight, temperature=distillation.temperature)
+    named = "teacher_logits"
+    takes = inspect.signature(function_of(key, cfg.loss)).parameters.get(named)
+    if not distillation.teacher and takes is not None and takes.default is takes.empty:
+        raise UserError(f'{key} = "{cfg.loss}": takes {named}, so set distillation.teacher')
+    return with_options(key, cfg.loss, ("logits", "labels"), cfg.loss_options, (named,) if distillation.teacher else ())
 
 
 def place(part: Callable[..., Any]) -> str:

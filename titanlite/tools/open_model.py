@@ -21,7 +21,7 @@ from titanlite.launch.process import rank_and_world
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel, sharding_faults
 from titanlite.registry.description import read_description
-from titanlite.registry.family import FROM_ASSETS, Family, described, family_names, family_of, load_module, trusted
+from titanlite.registry.family import FROM_ASSETS, Family, described, family_of, load_module, reader_of, trusted
 from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
@@ -61,15 +61,7 @@ def recognize(folder: Path, model: str = "") -> Recognized:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     description = read_description(folder)
-    if not model:
-        kind = description["model_type"]
-        readers = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
-        names = [name for name, kinds in readers.items() if kind in kinds]
-        if len(names) != 1:
-            have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in readers.items() if kinds)
-            fault = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
-            raise UserError(f"{folder / 'config.json'}: {fault} model_type {kind!r}; name one with --model")
-        model = names[0]
+    model = model or reader_of(description, "; name one with --model")
     module = load_module(model)
     config = described(module, description)
     flavor = next((name for name, dimensions in module.FLAVORS.items() if dimensions == config), FROM_ASSETS)

@@ -173,7 +173,7 @@ def _default_meshes(config: Config) -> list[dict[str, int]]:
         refused.add("ep")
     if config.activation_checkpoint.sequence_chunks > 1:
         refused.add("tp")
-    if pipeline.unsplittable(family, 2):
+    if pipeline.unsplittable(family, 2) or config.distillation.teacher:
         refused.add("pp")
     return [{}, *(degrees for degrees in meshes_of(model).values() if refused.isdisjoint(degrees))]
 

@@ -11,7 +11,8 @@ from models.decoder import Decoder
 from models.moe import MoE
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import FakeTensorMode
-from titanlite.registry.family import Family
+from titanlite.registry.family import Family, family_of
+from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms import lora
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.groups import apply_groups
@@ -52,9 +53,13 @@ def training_flops(family: Family, config: Config) -> Flops:
     """FLOPs a token of a run. The family's are those of training every weight: 6 for each number of a matrix.
 
     A frozen matrix costs 4 of them, since no gradient of it is computed. Adapters come on top, with 6 for each number that is
-    trained.
+    trained; so does the forward pass of a teacher, a third of its training.
     """
     flops = family.module.flops(family.config, config.training.seq_len)
+    if (of_teacher := config_of_teacher(config)) is not None:
+        teacher = family_of(of_teacher.model)
+        forward = [value // 3 for value in teacher.module.flops(teacher.config, config.training.seq_len)]
+        flops = Flops(*(ours + theirs for ours, theirs in zip(flops, forward, strict=True)))
     if not config.lora.enable and not any(group.frozen for group in config.optimizer.groups):
         return flops
     model = on_meta(family, config)

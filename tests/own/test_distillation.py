@@ -1,0 +1,287 @@
+"""[distillation]: a frozen teacher beside the model, against formulas, against one process, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from models.attention import SeqInfo
+from models.blocks import RMSNorm
+from models.decoder import Decoder
+from models.head import IGNORE, Head, Sizes, distilled
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.scenarios import config_of
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
+from tests.distributed.test_variants import MOE, SPLIT
+from tests.repetitions import slow_but
+from titanlite.config.schema import Config
+from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.hf.folder import each_expert, find_weights, their_name
+from titanlite.hf.load import load_weights
+from titanlite.loop.checks import check
+from titanlite.parallel.mesh import ranks_of
+from titanlite.plan.predict import predict
+from titanlite.registry.family import Family, family_of, load_family
+from titanlite.registry.teacher import config_of_teacher
+from titanlite.transforms.initialize import initialize
+from titanlite.transforms.meta import training_flops
+from titanlite.verify.compare import Trajectory, compare
+
+HOW = {"weight": 0.75, "temperature": 2.0}
+
+
+def written(folder: Path, name: str, flavor: str, seed: int = 1, sharpened: float = 20.0) -> str:
+    """A folder in Hugging Face's format of a model's initial weights. sharpened: a factor on its logits."""
+    family = load_family(name, flavor)
+    model = family.on_meta()
+    initialize(model, family, seed, torch.device("cpu"))
+    tensors = {}
+    for ours, parameter in model.named_parameters():
+        value = parameter.detach() * (sharpened if ours == "head.norm.weight" else 1.0)
+        their = their_name(family.module, ours)
+        assert their is not None
+        parts = each_expert(their, value.shape)
+        tensors |= {part.name: each.clone() for part, each in zip(parts, value if "{e}" in their else [value], strict=True)}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(family.module.to_hf(family.config)))
+    return str(folder)
+
+
+def configured(degrees: dict[str, int], teacher: str, flavor: str = "plain", accumulation: int = 1, **keys: Any) -> Config:
+    sections = {"training": {"steps": 3}, "distillation": {"teacher": teacher, **HOW}, **keys}
+    return config_of(degrees, sections.pop("flavor", flavor), accumulation, **sections)
+
+
+def trajectory(pools: dict[int, Pool], degrees: dict[str, int], config: Config) -> Trajectory:
+    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
+
+
+# ------------------------------------------------------------------------------------------------------------- formulas
+
+
+def exact(family: Family, weights: dict[str, torch.Tensor]) -> Decoder:
+    """A model of one process in float64, without titanlite's surgery."""
+    with torch.device("meta"):
+        model: Decoder = family.module.Model(family.config)
+    model.load_state_dict({name: value.double() for name, value in weights.items()}, assign=True)
+    return model
+
+
+def test_loss_and_gradients_are_those_of_a_plain_program_in_float64(pools, tmp_path):
+    config = configured(ONE, written(tmp_path / "teacher", "tests.tiny", "deep"))
+    found = trajectory(pools, ONE, config)
+    of_teacher = config_of_teacher(config)
+    assert of_teacher is not None
+    family = family_of(of_teacher.model)
+    theirs = {f"model.{name}": torch.empty(p.shape) for name, p in family.on_meta().named_parameters()}
+    load_weights(theirs, find_weights(tmp_path / "teacher", family, family.on_meta()))
+    teacher = exact(family, {name.removeprefix("model."): value for name, value in theirs.items()})
+    student = exact(load_family("tests.tiny", "plain"), found.weights).requires_grad_()
+    tokens = found.batches[0]
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].flatten()
+    seq = SeqInfo(torch.arange(inputs.shape[1]).expand_as(inputs))
+    assert student.head is not None and teacher.head is not None
+    ours, known = student.head(student(inputs, seq)).flatten(0, 1), teacher.head(teacher(inputs, seq)).flatten(0, 1)
+    p, q = (known / 2.0).softmax(-1).detach(), (ours / 2.0).softmax(-1)
+    divergence = (p * (p.log() - q.log())).sum(-1).mean()
+    loss = 0.25 * F.cross_entropy(ours, labels) + 0.75 * 4.0 * divergence
+    loss.backward()
+    assert divergence > 0.1
+    assert found.losses[0] == pytest.approx(loss.item(), rel=2e-6)
+    for name, parameter in student.named_parameters():
+        assert parameter.grad is not None
+        assert (found.gradients[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+
+
+@pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 4.0), (0.0, 1.0)])
+def test_the_gradient_of_the_logits_has_its_closed_form(weight, temperature):
+    draw = torch.Generator().manual_seed(0)
+    logits, known = (3 * torch.randn(5, 11, dtype=torch.float64, generator=draw) for _ in range(2))
+    labels = torch.randint(11, (5,), generator=draw)
+    logits.requires_grad_()
+    distilled(logits, labels, known, weight, temperature).sum().backward()
+    of_labels = logits.softmax(-1) - F.one_hot(labels, 11)
+    of_teacher = temperature * ((logits / temperature).softmax(-1) - (known / temperature).softmax(-1))
+    torch.testing.assert_close(logits.grad, ((1 - weight) * of_labels + weight * of_teacher).detach())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 30])
+def test_the_head_gives_each_chunk_the_teachers_logits_of_its_own_tokens(chunk):
+    torch.manual_seed(0)
+    head, teacher = (Head(RMSNorm(dim, 1e-5), dim, 72) for dim in (16, 24))
+    for each in (*head.parameters(), *teacher.parameters()):
+        torch.nn.init.normal_(each, mean=0.5)
+    head.sizes, teacher.softcap = Sizes(8 * chunk * 72, 5 * 16), 2.0
+    hidden, known = torch.randn(3, 10, 16, requires_grad=True), torch.randn(3, 10, 24)
+    labels = torch.randint(72, (3, 10))
+    labels[0, 0] = labels[1, 5] = IGNORE
+    head.loss = lambda *of_chunk, **by_name: distilled(*of_chunk, **by_name, weight=0.5, temperature=2.0)
+    loss = head(hidden, labels, lambda: teacher.outputs(known))
+    loss.backward()
+    leaf, valid = hidden.detach().requires_grad_(), labels.flatten() != IGNORE
+    both = [each.flatten(0, 1)[valid] for each in (head(leaf), teacher(known).detach())]
+    expected = distilled(both[0], labels.flatten()[valid], both[1], 0.5, 2.0).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=5e-6, atol=0)
+    torch.testing.assert_close(hidden.grad, leaf.grad, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():  # validation
+        of_labels = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+        torch.testing.assert_close(head(hidden, labels), of_labels)
+
+
+def test_a_model_that_is_its_own_teacher_has_no_loss(pools, tmp_path):
+    """Its own logits come from the same kernels; float32 leaves a sum over 512 tokens of the vocabulary."""
+    itself = written(tmp_path / "itself", "tests.tiny", "plain", seed=0, sharpened=1.0)
+    config = configured(ONE, itself, distillation={"teacher": itself, "weight": 1.0})
+    found = trajectory(pools, ONE, config.model_copy(update={"training": config.training.model_copy(update={"steps": 1})}))
+    assert abs(found.losses[0]) < 1e-6
+    assert found.norms[0] < 1e-5
+
+
+# --------------------------------------------------------------------------------------------------------------- meshes
+
+# The mesh, the teacher, and keys of the student.
+CELLS: dict[str, tuple[dict[str, int], tuple[str, str], dict[str, Any]]] = {
+    "shard 2 x tp 2": (TWO_BY_TWO, ("tests.tiny", "deep"), {}),
+    "cp 2": ({"cp": 2}, ("tests.tiny_gemma3", "two"), {}),
+    "ep 2": (SPLIT, ("tests.tiny_qwen3_moe", "plain"), {**MOE, "moe": {"balance_loss": 0.01}}),
+    "ep 2, a dense teacher, accumulated": (SPLIT, ("tests.tiny", "tied"), {**MOE, "moe": {}, "accumulation": 2}),
+    "tp 4, a vocabulary that it does not divide": ({"tp": 4}, ("tests.tiny", "uneven"), {"flavor": "uneven"}),
+    "replicate 2 x shard 2, an MoE teacher of a dense model": (
+        {"dp_replicate": 2, "dp_shard": 2},
+        ("tests.tiny_mixtral", "plain"),
+        {"accumulation": 2},
+    ),
+    "shard 2, compiled": ({"dp_shard": 2}, ("tests.tiny", "deep"), {"compile": {"enable": True, "backend": "aot_eager"}}),
+    "shard 2, adapters, resharded": (
+        {"dp_shard": 2},
+        ("tests.tiny", "deep"),
+        {"lora": {"enable": True, "rank": 4}, "parallelism": {"fsdp_reshard_after_forward": "always"}},
+    ),
+    "shard 2 x tp 2, a loss of the user's own": (
+        TWO_BY_TWO,
+        ("tests.tiny", "deep"),
+        {"training": {"steps": 3, "loss": "tests.own.parts:reverse_divergence"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("cell", slow_but(["shard 2 x tp 2", "cp 2", "ep 2"], CELLS))
+def test_a_mesh_distills_as_one_process_does(pools, tmp_path, cell):
+    degrees, teacher, keys = CELLS[cell]
+    folder = written(tmp_path / "teacher", *teacher)
+    found, alone = (trajectory(pools, mesh, configured(mesh, folder, **keys)) for mesh in (degrees, ONE))
+    comparison = compare(found, alone)
+    assert [str(each) for each in comparison.excessive] == []
+    assert comparison.of("gradients") and not any(name.startswith("teacher") for name in found.weights)
+
+
+# -------------------------------------------------------------------------------------------------------------- resumes
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_and_another_teacher_is_refused(pools, tmp_path):
+    keys: dict[str, Any] = {"distillation": {"teacher": written(tmp_path / "teacher", "tests.tiny", "deep"), **HOW}}
+    for folder, lengths in (("whole", (STEPS,)), ("parts", (4, STEPS))):
+        for steps in lengths:
+            run(pools, TWO_BY_TWO, tmp_path / folder, steps, **keys)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
+    assert [each for each, tensor in expected.items() if not torch.equal(found[each], tensor)] == []
+    assert sum(name.startswith("model.") for name in found) == len(
+        dict(load_family("tests.tiny", "plain").on_meta().named_parameters())
+    )
+    (start, *_) = json.loads((tmp_path / "parts/provenance.json").read_text())
+    assert len(start["teacher"]) == 32
+    keys["distillation"]["teacher"] = written(tmp_path / "another", "tests.tiny", "deep", seed=2)
+    with pytest.raises(WorkerFailure, match=rf"teacher = '\w+', was '{start['teacher']}'(?s:.*)allow_changes teacher"):
+        run(pools, TWO_BY_TWO, tmp_path / "parts", STEPS + 1, **keys)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.fixture
+def teacher(tmp_path) -> str:
+    return written(tmp_path / "teacher", "tests.tiny", "deep")
+
+
+def faults_of(folder: str, ranks: int = 1, **keys: Any) -> list[str]:
+    keys["distillation"] = {"teacher": folder, **keys.get("distillation", {})}
+    keys["job"] = {"dump_folder": str(Path(folder).parent / "run")}
+    keys["model"] = {"name": "tests.tiny", "flavor": "large", **keys.get("model", {})}
+    with pytest.raises(ValueError) as refused:
+        check(config_of({}, **keys), "run.toml", ranks, open_files=False)
+    return [line.strip() for line in str(refused.value).splitlines() if "." in line][1:]
+
+
+def test_a_teacher_of_other_tokens_is_refused_with_both_numbers(teacher):
+    (fault,) = faults_of(teacher)
+    assert (
+        fault
+        == f'distillation.teacher = "{teacher}": has a vocabulary of 512, and tests.tiny large one of 4,096; they must be equal'
+    )
+
+
+def test_a_folder_that_is_missing_or_incomplete_or_no_model_is_refused(tmp_path):
+    (fault,) = faults_of(str(tmp_path / "nowhere"))
+    assert fault.endswith('nowhere": there is no such folder')
+    folder = Path(written(tmp_path / "teacher", "tests.tiny", "large"))
+    (folder / "model.safetensors").unlink()
+    (fault,) = faults_of(str(folder))
+    assert fault.startswith("distillation.teacher = ") and "has neither model.safetensors nor " in fault
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    (fault,) = faults_of(str(folder))
+    assert fault.startswith("distillation.teacher = ") and "reads model_type 'gpt2'" in fault
+
+
+def test_a_pipeline_and_a_mesh_that_the_teacher_does_not_fit_are_refused(tmp_path):
+    folder = written(tmp_path / "teacher", "tests.tiny", "large")
+    training = {"local_batch_size": 2}
+    (fault,) = faults_of(folder, 2, parallelism={"pipeline_parallel_degree": 2}, training=training)
+    assert fault.startswith("distillation.teacher = ") and "parallelism.pipeline_parallel_degree = 2" in fault
+    (fault,) = faults_of(folder, 8, parallelism={"tensor_parallel_degree": 8}, model={"overrides": {"n_kv_heads": 8}})
+    assert fault.startswith("distillation.teacher = ") and "does not divide n_kv_heads = 4" in fault
+
+
+def test_a_dense_teacher_of_a_model_with_split_experts_is_not_refused(tmp_path):
+    folder = written(tmp_path / "teacher", "tests.tiny", "large")
+    model, job = {"name": "tests.tiny_moe", "flavor": "large"}, {"dump_folder": str(tmp_path / "run")}
+    config = config_of(SPLIT, model=model, job=job, distillation={"teacher": folder}, training={"global_batch_size": 16})
+    assert check(config, "run.toml", 2, open_files=False) == []
+
+
+def test_another_tokenizer_in_the_teachers_folder_is_refused(tmp_path):
+    folder = Path(written(tmp_path / "teacher", "tests.tiny", "large"))
+    (tmp_path / "assets").mkdir()
+    for place, text in ((folder, "abc abd"), (tmp_path / "assets", "xyz xyw")):
+        train_tokenizer([text * 20]).save(str(place / "tokenizer.json"))
+    (fault,) = faults_of(str(folder), model={"hf_assets_path": str(tmp_path / "assets")})
+    assert fault.startswith("distillation.teacher = ") and "model.hf_assets_path have different ids for" in fault
+
+
+def test_a_loss_of_ones_own_takes_the_teachers_logits_if_there_is_a_teacher_and_only_then(tmp_path):
+    folder = written(tmp_path / "teacher", "tests.tiny", "large")
+    (fault,) = faults_of(folder, training={"loss": "tests.own.parts:smoothed"})
+    assert "must take logits, labels, teacher_logits, then its options by keyword" in fault
+    (fault,) = faults_of(folder, training={"loss": "tests.own.parts:reverse_divergence"}, distillation={"teacher": ""})
+    assert fault == 'training.loss = "tests.own.parts:reverse_divergence": takes teacher_logits, so set distillation.teacher'
+
+
+# ---------------------------------------------------------------------------------------------------------- predictions
+
+
+def test_a_prediction_and_the_reported_flops_count_the_teachers_weights_and_its_forward_pass(teacher):
+    family, student = load_family("tests.tiny", "deep"), load_family("tests.tiny", "plain")
+    plain, config = (configured({"dp_shard": 2}, folder) for folder in ("", teacher))
+    without, found = (predict(each, 2, "cpu") for each in (plain, config))
+    weights = sum(p.numel() for p in family.on_meta().parameters())
+    assert found.memory.masters - without.memory.masters == 4 * weights // 2
+    forward = family.module.flops(family.config, config.training.seq_len).palm / 3
+    tokens = config.training.local_batch_size * config.training.seq_len
+    assert found.work.flops - without.work.flops == pytest.approx(tokens * forward, rel=0.02)
+    assert training_flops(student, config).palm - training_flops(student, plain).palm == forward

@@ -1,0 +1,36 @@
+"""The second model of a distilled run: what builds it follows from the run's own configuration."""
+
+from pathlib import Path
+from typing import Any
+
+from models.moe import experts_of
+from titanlite.config.schema import Config, Moe
+from titanlite.ground.errors import UserError
+from titanlite.registry.description import read_description
+from titanlite.registry.family import FROM_ASSETS, family_of, reader_of
+
+
+def config_of_teacher(config: Config) -> Config | None:
+    """The configuration of `distillation.teacher` on the run's mesh; None where there is no teacher.
+
+    Nothing but the mesh, the precision and the compiler is the student's. Raises UserError for a folder that no family reads.
+    """
+    folder, training = config.distillation.teacher, config.training
+    if not folder:
+        return None
+    if not Path(folder).is_dir():
+        raise UserError("there is no such folder")
+    keys = {"name": reader_of(read_description(Path(folder)), ""), "flavor": FROM_ASSETS, "hf_assets_path": folder}
+    model = config.model.model_copy(update={**keys, "overrides": {}, "attention": "auto"})
+    parallelism = config.parallelism
+    if not experts_of(family_of(model).on_meta()):
+        parallelism = parallelism.model_copy(update={"expert_parallel_degree": 1})
+    kept: dict[str, Any] = {"dtype": training.mixed_precision_param}  # frozen weights need no master copy
+    kept |= {"loss": "cross_entropy", "loss_options": {}, "z_loss": 0.0}
+    return Config(
+        model=model,
+        training=training.model_copy(update=kept),
+        parallelism=parallelism,
+        moe=Moe(max_tokens_factor=config.moe.max_tokens_factor),
+        compile=config.compile,
+    )
