@@ -40,6 +40,10 @@ OTHERS = {"model.overrides": "{ dim = 64 }", "checkpoint.load_step": "3", "train
 OTHERS |= {
     "lr_scheduler.decay_type": '"tests.own.parts:inverse_sqrt"',
     "lr_scheduler.options": "{ power = 2.0 }",
+    "training.dataset": '"tests.own.parts:Sums"',
+    "training.dataset_options": "{ digits = 1 }",
+    "validation.dataset": '"tests.own.parts:Sums"',
+    "validation.dataset_options": "{ digits = 1 }",
     "training.loss": '"tests.own.parts:smoothed"',
     "training.loss_options": "{ share = 0.2 }",
     "optimizer.groups": '[{ pattern = "layers.*", lr = 0.5 }]',
