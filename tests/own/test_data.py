@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(dataset, workers, tmp_path, grou
         for steps in lengths:
             dataloader = {"workers": workers if folder == "parts" else 0}
             full_run(ONE, run_config(ONE, tmp_path / folder, steps, training={"dataset": dataset}, dataloader=dataloader), mesh)
+            if (folder, steps) == ("parts", 8):  # so that it resumes from one that was saved while the next batch was read
+                shutil.rmtree(tmp_path / "parts/checkpoint/step-00000008")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
