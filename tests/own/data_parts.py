@@ -83,6 +83,7 @@ class Wrong:
             "mask of numbers": lambda: ([1] * length, [1] * length),
             "falling ends": lambda: ([1] * length, None, [5, 3]),
             "ends outside": lambda: ([1] * length, None, [length + 1]),
+            "broken ends": lambda: ([1] * length, None, [2.5]),
             "not pure": lambda: self.random.integers(100, size=length),
             "no labels": lambda: ([1] * length, [False] * length),
         }[self.way]()

@@ -15,7 +15,7 @@ import torch
 from tests import tiny_poison
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run_config, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, reports, run_config, stored
 from tests.own import parts
 from tests.own.data_runs import full_run, opened_data
 from titanlite.config.read import read_config, to_toml
@@ -104,6 +104,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mask of numbers": (WRONG, {"way": "mask of numbers"}, "dtype int64; must be bool"),
     "falling ends": (WRONG, {"way": "falling ends"}, r"ends of documents \[5, 3\]"),
     "ends outside": (WRONG, {"way": "ends outside"}, r"ends of documents \[34\]"),
+    "broken ends": (WRONG, {"way": "broken ends"}, "gives what is no row.*float"),
     "not pure": (WRONG, {"way": "not pure"}, "differs from object to object; must be a function of i"),
     "misspelt option": (SUMS, {"digit": 3}, r"training\.dataset_options\.digit: .*did you mean"),
     "option of another type": (SUMS, {"digits": "two"}, r"training\.dataset_options\.digits = 'two': must be"),
@@ -256,6 +257,15 @@ def test_batches_losses_and_gradients_of_a_map_are_those_of_one_process(pools, n
     found, alone = (trajectory(pools, each, training) for each in (mesh, ONE))
     comparison = compare(found, alone)
     assert comparison.equal, comparison.excessive
+
+
+def test_a_map_is_validated_on_with_the_same_loss_on_every_mesh(pools, tmp_path):
+    validation = {"enable": True, "dataset": SUMS, "dataset_options": {"count": 11}, "freq": 2, "steps": -1}
+    found = []
+    for name, mesh in (("one", ONE), ("four", TWO_BY_TWO)):
+        run(pools, mesh, tmp_path / name, 2, "tests.own.data_parts:Endless", validation=validation)
+        found.append(reports(tmp_path / name)[-1]["validation_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------- resumes

@@ -98,10 +98,8 @@ class Data:
         for source, share, draws in zip(self.sources, self.shares, segment.drawn(end), strict=False):
             title = "data" if len(self.sources) == 1 else f"data: {source.name}"
             if isinstance(source, OwnSource):
-                epochs = (
-                    "endless" if source.samples == ENDLESS else f"{draws / source.samples:.2f} epochs of {source.samples:,}"
-                )
-                lines[title] = f"{source.cfg.path}, {share / sum(self.shares):.1%} of samples, {epochs}"
+                part = f"{share / sum(self.shares):.1%} of samples"
+                lines[title] = f"{source.cfg.path}, {part}: {draws:,}, {draws / source.samples:.2f} epochs"
                 continue
             padding, unused = self.waste(source)
             lines[title] = (

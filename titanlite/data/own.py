@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import json
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -122,7 +123,8 @@ class OwnSource:
         with self.failing(f"{what} what is no row"):
             parts = answer if isinstance(answer, tuple) else (answer,)
             ids, loss, ends = (*parts, None, None)[: max(3, len(parts))]
-            ids, loss, ends = np.asarray(ids), loss if loss is None else np.asarray(loss), [] if ends is None else [*ends]
+            ids, loss = np.asarray(ids), loss if loss is None else np.asarray(loss)
+            ends = [] if ends is None else [operator.index(end) for end in ends]
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 1 <= len(ids) <= self.seq_len + 1:
             found = f"{type(answer).__name__} of shape {ids.shape} and dtype {ids.dtype}"
             raise self.fault(f"{what} ids as {found}; must be 1 to seq_len + 1 = {self.seq_len + 1} integers")
