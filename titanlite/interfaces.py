@@ -4,10 +4,17 @@ A part needs to import nothing of titanlite; these protocols say how it is calle
 table `options` of the same section. titanlite calls it on every rank, and the checks call it before any rank starts.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# One row of a batch: its ids, or a tuple of its ids, its loss mask and the ends of its documents; the last two may be None or
+# left out. ids: 1 to seq_len + 1 integers, as a list, an array or a tensor; the labels are the ids, one position on, and a
+# shorter row is padded. loss mask: a bool for each id, True where it is a label. ends: rising numbers of ids after which a
+# document ends, for training.document_mask.
+Row = Sequence[int] | tuple[Sequence[int], Sequence[bool] | None, Sequence[int] | None]
 
 
 class Decay(Protocol):
@@ -45,4 +52,44 @@ class TokenLoss(Protocol):
 
         Tokens without a label have the label 0; their losses are not counted. A token's loss may depend on its own row only.
         """
+        ...
+
+
+class Map(Protocol):
+    """`training.dataset`, and `path` of `training.sources`; those of `validation` too: data whose samples have numbers.
+
+    class Map: def __init__(self, [seq_len,] **options)
+
+    A class, or a function that returns such an object; `seq_len` is passed where it is an argument. Every rank and every data
+    worker makes an object of its own by this name, so that it needs not be pickled, and reads any samples in any order: `read`
+    must be a function of `i` and the options. With `__len__` it has epochs, each in an order of its own; without, sample i is
+    the i-th that is drawn. An attribute `fingerprint`, a text, may identify what else it reads, such as files: a resume with
+    another one is refused.
+    """
+
+    def read(self, i: int) -> Row:
+        """Sample i, from 0 on, as one row."""
+        ...
+
+
+class Stream(Protocol):
+    """`training.dataset`: data whose rows follow each other. A torch IterableDataset, a node of torchdata, or any such object.
+
+    class Stream: def __init__(self, rank, degree, [seq_len,] **options)
+
+    One for each data rank; ranks that split a sequence, a layer or a model read the same rows. A torchdata node has `reset`
+    instead of `load_state_dict`. A static method `reshard(states: list, degree: int) -> list` gives the states for another
+    number of data ranks; without it, a resume on another number is refused.
+    """
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows, without end, from the beginning or from the loaded state."""
+        ...
+
+    def state_dict(self) -> Any:
+        """The state after the last row: numbers, texts, None, lists, dicts with texts as keys; it is in every checkpoint."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Goes on from a state, before `__iter__` is called."""
         ...

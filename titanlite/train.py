@@ -27,7 +27,7 @@ from titanlite.config import effects
 from titanlite.config.effects import Hardware
 from titanlite.config.read import read_words
 from titanlite.config.schema import Config
-from titanlite.data.batches import Batches, StepDataset
+from titanlite.data.batches import Batches, steps_of
 from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
 from titanlite.data.sources import open_tokenizer
 from titanlite.ground.errors import UserError
@@ -43,7 +43,7 @@ from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import Incidents, StepRecord, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
-from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore
+from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore, stream_at
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
@@ -120,7 +120,8 @@ def train(
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
-        return Batches(StepDataset(config, data, (data_rank(mesh), data_degree(mesh)), at.timeline, at.step + 1), device)
+        part = data_rank(mesh), data_degree(mesh)
+        return Batches(steps_of(config, data, part, at.timeline, at.step + 1, at.stream), device)
 
     first, batches = progress.step + 1, batches_from(progress)
     reporter = Reporter(config, first, active=main_rank)
@@ -196,6 +197,7 @@ def train(
             clock.restart()
         if saver and saving:
             with clock.phase(step, "saving"):  # for as long as training waits
+                progress = progress._replace(stream=stream_at(batches.state, progress.samples, mesh))
                 saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress))
         elif saver:
             saver.poll()

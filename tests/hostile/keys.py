@@ -41,6 +41,10 @@ OTHERS |= {
     "lr_scheduler.decay_type": '"tests.own.parts:inverse_sqrt"',
     "lr_scheduler.options": "{ power = 2.0 }",
     "training.loss": '"tests.own.parts:undemanding"',  # with a teacher and without
+    "training.dataset": '"tests.own.parts:Sums"',
+    "training.dataset_options": "{ digits = 1 }",
+    "validation.dataset": '"tests.own.parts:Sums"',
+    "validation.dataset_options": "{ digits = 1 }",
     "training.loss_options": "{ share = 0.2 }",
     "optimizer.groups": '[{ pattern = "layers.*", lr = 0.5 }]',
     "validation.sources": OTHERS["training.sources"],

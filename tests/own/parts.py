@@ -1,5 +1,8 @@
 """Parts of one's own, as a user writes them from docs/guides/own_parts.md alone."""
 
+import numpy as np
+from torch.utils.data import IterableDataset
+
 
 def inverse_sqrt(step: int, start: int, end: int, power: float = 0.5) -> float:
     """The share of the rate that is left: 1.0 where the decay starts."""
@@ -22,3 +25,48 @@ def reverse_divergence(logits, labels, teacher_logits):
 def undemanding(logits, labels, share: float = 0.1, teacher_logits=None):
     """A loss that takes a teacher's logits and needs none."""
     return smoothed(logits, labels, share)
+
+
+class Sums:
+    """Sums such as 12+30=42, of which the result is learned. Ids: the digits, 10 for +, 11 for =, 12 for the end."""
+
+    def __init__(self, seq_len: int, digits: int = 2, count: int = 100_000):
+        self.length, self.limit, self.count = seq_len + 1, 10**digits, count
+
+    def __len__(self):
+        return self.count
+
+    def read(self, i: int):
+        random = np.random.default_rng(i)
+        ids, loss, ends = [], [], []
+        while len(ids) < self.length:
+            a, b = random.integers(self.limit, size=2)
+            question = [*map(int, str(a)), 10, *map(int, str(b)), 11]
+            answer = [*map(int, str(a + b)), 12]
+            ids += question + answer
+            loss += [False] * len(question) + [True] * len(answer)
+            ends.append(len(ids))
+        return ids[: self.length], loss[: self.length], [end for end in ends if end < self.length]
+
+
+class Walks(IterableDataset):
+    """Random walks over 13 ids."""
+
+    def __init__(self, seq_len: int, rank: int, degree: int, seed: int = 0):
+        self.length, self.rank, self.degree, self.seed, self.rows = seq_len + 1, rank, degree, seed, 0
+
+    def __iter__(self):
+        while True:
+            random = np.random.default_rng([self.seed, self.rows * self.degree + self.rank])
+            self.rows += 1  # before the row is given: the state is the one after it
+            yield random.integers(3, size=self.length).cumsum() % 13
+
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state):
+        self.rows = state["rows"]
+
+    @staticmethod
+    def reshard(states, degree):
+        return [{"rows": sum(state["rows"] for state in states) // degree}] * degree

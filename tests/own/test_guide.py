@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.read import read_config
+from titanlite.data import own
 from titanlite.loop.checks import check
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,7 @@ def test_a_run_with_the_keys_of_the_guide_passes_all_checks(text, tmp_path, monk
     file.write_text(f'base = "{ROOT}/train_configs/llama_debug.toml"\n{text}')
     config = read_config(file, ["--job.dump_folder", str(tmp_path / "run")])
     assert check(config, str(file), 1, open_files=False) == []
+    assert list(own.faults(config, 4096)) == []
 
 
 def test_the_guide_has_the_parts_that_the_tests_train_with():

@@ -39,6 +39,8 @@ ALLOWED = {
     "checkpoint/folder.py": {"read_text": "what this run has just written"},
     "hf/folder.py": {"safe_open": "after `size_of`; it validates the header"},
     "hf/entries.py": {"safe_open": "files that hf/folder.py has validated"},
+    "data/own.py": {"loads": "text that it has just made"},
+    "loop/resume.py": {"loads": "what the other ranks of the run have sent"},
     "data/packing.py": {"load": "after `size_of`, without pickles"},
     "data/prepare/encode.py": {"open": "/dev/null, to write"},
     "data/prepare/open_files.py": {"open": "URLs, by fsspec", "import_module": "names of this file's callers"},

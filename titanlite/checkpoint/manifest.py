@@ -63,6 +63,7 @@ class _ManifestSchema(untrusted.FileSchema):
     architecture: dict[str, Any]
     model_source: dict[str, _Module] = Field(default={})  # imported weights have none
     own_source: dict[str, _Module] = Field(default={})  # earlier versions have none
+    stream: list[Any] = Field(default=[])  # what each data rank's stream of the user's own needs to go on
     run: str = ""  # imported weights, and runs of titanlite 0.2, have none
     files: dict[FileName, FileDigest]
 

@@ -47,8 +47,11 @@ Name = Annotated[str, Field(min_length=1, max_length=1000, pattern=NO_NUL)]
 Text = Annotated[str, Field(max_length=1000, pattern=NO_NUL)]
 
 
+PART = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # "package.module:name"
+
+
 def _of_a_part(name: str) -> str:
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+    if not PART.fullmatch(name):
         raise PydanticCustomError("not_a_part", 'Input should be "package.module:name", a part of your own')
     return name
 

@@ -79,7 +79,9 @@ class Source(StrictModel):
     """One of several data sources."""
 
     path: bounds.Name
-    """As training.dataset_path, or "stdlib"."""
+    """As training.dataset_path, or as training.dataset."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of data of your own, as training.dataset_options."""
     name: str = ""
     """The name in reports. Empty: the last part of the path."""
     weight: bounds.Positive | None = None
@@ -108,13 +110,16 @@ class Training(Section):
     """Data, batch, length, precision."""
 
     dataset: Annotated[bounds.Text, _WITHOUT_PATHS, MAY_CHANGE] = "stdlib"
-    """"stdlib" (the Python sources of the running interpreter's standard library), or a path as dataset_path."""
+    """"stdlib" (the Python sources of the running interpreter's standard library), a path as dataset_path, or
+    "package.module:name", data of your own (docs/guides/own_parts.md)."""
+    dataset_options: Annotated[dict[str, JsonValue], _WITHOUT_PATHS.and_when('training.dataset has ":"'), MAY_CHANGE] = {}
+    """Keyword arguments of your own data, as a table: [training.dataset_options], or --training.dataset_options.NAME VALUE."""
     dataset_path: Annotated[bounds.Text, EffectiveWhen("training.sources is not set"), MAY_CHANGE] = ""
     """Training data: a folder written by `titanlite tokenize`, a pair of .bin and .idx files in Megatron's format or a folder
     of such pairs, or text, which is tokenized at first use: a text file, a .jsonl, .json, .csv or .parquet file with "text" or
     chat "messages" in each entry, or a folder of these; docs/guides/data.md lists all suffixes."""
     sources: Annotated[list[Source], ALWAYS, MAY_CHANGE] = []
-    """Several data sources, each a table: [[training.sources]] with path, weight, epochs, name."""
+    """Several data sources, each a table: [[training.sources]] with path, options, weight, epochs, name."""
     document_policy: Annotated[Literal["pack", "best_fit", "truncate"], ALWAYS] = "pack"
     """How documents become sequences. "pack": documents are concatenated and cut every seq_len tokens. "best_fit": documents
     that fit stay whole and are combined with as little padding as possible. "truncate": one document per sequence; the rest of
@@ -397,10 +402,12 @@ class Validation(Section):
     """Measure the loss and bits per byte, on the same samples each time and on any mesh."""
     dataset: Annotated[bounds.Text, _WITH_VALIDATION_TEXT] = "stdlib"
     """As training.dataset."""
+    dataset_options: Annotated[dict[str, JsonValue], _WITH_VALIDATION_TEXT.and_when('validation.dataset has ":"')] = {}
+    """As training.dataset_options."""
     dataset_path: Annotated[bounds.Text, _WITH_VALIDATION.and_when("validation.sources is not set")] = ""
     """As training.dataset_path."""
     sources: Annotated[list[Source], _WITH_VALIDATION] = []
-    """Several data sources, measured separately: [[validation.sources]] with path and name."""
+    """Several data sources, measured separately: [[validation.sources]] with path, options and name."""
     freq: Annotated[bounds.Steps, _WITH_VALIDATION] = 100
     """Steps between validations; one more follows the last step."""
     steps: Annotated[Literal[-1] | bounds.Steps, _WITH_VALIDATION] = 10

@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import Data
+from titanlite.data.stream import Position, StreamDataset, StreamStep
 from titanlite.data.timeline import Timeline
 from titanlite.ground.errors import UserError
 from titanlite.launch import children
@@ -46,6 +47,8 @@ class StepDataset(Dataset[Batch | UserError]):
         timeline: of the run; None: a new run. From `first_step` on it has one global batch, and the mixture of `data`.
         """
         rank, degree = part
+        if data.stream:
+            raise data.stream.fault("is a stream, whose samples have no numbers; only a run reads it")
         self.data, self.first_step, self.timeline = data, first_step, timeline or data.timeline(config.global_batch(degree))
         global_batch = self.timeline.at(first_step)[0].global_batch
         self.share = global_batch // degree
@@ -62,6 +65,9 @@ class StepDataset(Dataset[Batch | UserError]):
     def _notes(self) -> np.ndarray:
         """`latest`, in the process that reads."""
         return self.latest.numpy()
+
+    def __iter__(self) -> Iterator[Batch | UserError]:
+        return map(self.__getitem__, itertools.count())
 
     def __getitem__(self, step: int) -> Batch | UserError:
         """This rank's part of a step, (microbatches, local_batch, ...), or the fault in the data.
@@ -99,17 +105,32 @@ class StepDataset(Dataset[Batch | UserError]):
             return "no worker has begun to read it"
         sources, samples = self.located(step)
         source = self.data.sources[sources[at]]
-        rows, row = source.locate(int(samples[at]))
-        return f'source "{source.name}", {rows.file.prefix}.bin, sample {row}'
+        return f'source "{source.name}", {source.where(int(samples[at]))}'
+
+
+Steps = StepDataset | StreamDataset
+
+
+def steps_of(
+    config: Config, data: Data, part: tuple[int, int], timeline: Timeline, first_step: int, at: Position | None = None
+) -> Steps:
+    """This rank's part of the global batches of a run from a step on. at: where a stream is; None: at its beginning.
+
+    Raises UserError for the states of a stream of another data degree.
+    """
+    if data.stream:
+        return StreamDataset(config, data.stream, part, timeline, first_step, at)
+    return StepDataset(config, data, part, timeline, first_step)
 
 
 class Batches(Iterator[Batch]):
     """This rank's part of every global batch, step by step, without end, on the training device. `close` ends the workers.
 
-    `prepare` reads the next batch and copies it while the device computes the current step.
+    `prepare` reads the next batch and copies it while the device computes the current step. state: of a stream after the last
+    batch, as JSON.
     """
 
-    def __init__(self, dataset: StepDataset, device: torch.device | str = "cpu"):
+    def __init__(self, dataset: Steps, device: torch.device | str = "cpu"):
         self._dataset, cfg = dataset, dataset.cfg
         self._device = torch.device(device)
         cuda = self._device.type == "cuda"
@@ -118,9 +139,9 @@ class Batches(Iterator[Batch]):
         self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
         self._watch = _StallWatch(dataset, cfg.stall_seconds)
         self._watch.waiting = time.monotonic(), 0  # for workers to start
-        self._source = _read_ahead(dataset, cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
+        self._source: Iterator[Batch | UserError | StreamStep] = _read_ahead(dataset, cuda) if cfg.workers else iter(dataset)
         self._watch.waiting = None
-        self._step = 0
+        self._step, self.state, self._state_ahead = 0, "", ""
         self._next: Batch | Exception | None = None
         self._waited = 0.0  # seconds, on a CPU
         # on a GPU, of each batch: when the step before was done, and when the batch was there
@@ -166,7 +187,7 @@ class Batches(Iterator[Batch]):
         """The next batch, prepared or not."""
         if self._next is None:
             self.prepare()
-        batch, self._next = self._next, None
+        batch, self._next, self.state = self._next, None, self._state_ahead
         if isinstance(batch, Exception):
             raise batch
         assert batch is not None
@@ -179,7 +200,8 @@ class Batches(Iterator[Batch]):
     def _read(self) -> Batch:
         self._watch.waiting = time.monotonic(), self._step
         try:
-            batch = next(self._source)
+            found = next(self._source)
+            batch, self._state_ahead = found if isinstance(found, StreamStep) else (found, "")
         # a worker that was killed, or a batch whose shared memory ended with it
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
@@ -202,7 +224,7 @@ class Batches(Iterator[Batch]):
     __del__ = close
 
 
-def _read_ahead(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | UserError]:
+def _read_ahead(dataset: Steps, pin_memory: bool) -> Iterator[Batch | UserError | StreamStep]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
     multiprocessing.set_forkserver_preload([__name__])
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 calls deprecated
@@ -210,7 +232,7 @@ def _read_ahead(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | User
         loader = StatefulDataLoader(
             dataset,
             batch_size=None,
-            sampler=itertools.count(),
+            sampler=itertools.count() if isinstance(dataset, StepDataset) else None,
             num_workers=dataset.cfg.workers,
             prefetch_factor=dataset.cfg.prefetch,
             pin_memory=pin_memory,
@@ -218,7 +240,7 @@ def _read_ahead(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | User
             # imported what the workers need.
             multiprocessing_context="forkserver",
             worker_init_fn=_start_worker,
-            snapshot_every_n_steps=None,  # the position in our data is a number; a stream with a state of its own needs them
+            snapshot_every_n_steps=None,  # the position is a number, and the state of a stream comes with each of its steps
         )
     with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
         return iter(loader)
@@ -231,7 +253,7 @@ def _start_worker(_number: int) -> None:
 class _StallWatch:
     """A thread that logs what is being read when a step waits longer than `patience` seconds for its data, repeatedly."""
 
-    def __init__(self, dataset: StepDataset, patience: float):
+    def __init__(self, dataset: Steps, patience: float):
         self._dataset, self._patience = dataset, patience
         self.waiting: tuple[float, int] | None = None  # since when, and for which step
         self.done = threading.Event()

@@ -6,6 +6,7 @@ Nothing here has state. Which samples a step has follows from the timeline of th
 import itertools
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ import numpy as np
 from titanlite.config.schema import Config, Training
 from titanlite.data import timeline
 from titanlite.data.order import MIXTURE, interleave, permute, sample_at
+from titanlite.data.own import ENDLESS, OwnSource, open_own
 from titanlite.data.samples import Arrays, fill, fill_with_padding
 from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.timeline import Mixture, Segment, Timeline
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.launch import process
+from titanlite.registry.own import is_part
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ class Data:
 
     def __init__(
         self,
-        sources: list[TokenSource],
+        sources: Sequence[TokenSource | OwnSource],
         training: Training,
         tokenizer: str,
         byte_lengths: np.ndarray,
@@ -43,13 +46,14 @@ class Data:
         key: names the sources in messages. prefix: the special tokens that begin every text, spelled. Raises UserError for a
         source without a single sample.
         """
-        self.sources = [source.with_rows(training, key) for source in sources]
+        self.sources = [each if isinstance(each, OwnSource) else each.with_rows(training, key) for each in sources]
         self.shares = _shares(self.sources)
         self.byte_lengths, self.key, self.prefix = byte_lengths, key, prefix
         self.seq_len, self.mask = training.seq_len, training.document_mask
         self._padded = training.document_policy != "pack"
-        has_loss = any(file.loss is not None for source in sources for file in source.files)
-        self._all_counted = not (self.mask or self._padded or has_loss)
+        has_loss = any(rows.file.loss is not None for source in self.sources for rows in source.rows)
+        own = any(isinstance(source, OwnSource) for source in sources)  # whose rows may be short, or have a mask
+        self._all_counted = not (self.mask or self._padded or has_loss or own)
         self._tokenizer, self._vocabulary = tokenizer, len(byte_lengths)
 
     def describe(self) -> dict[str, Any]:
@@ -65,6 +69,12 @@ class Data:
             for source, share in zip(self.sources, self.shares, strict=True)
         ]
         return {"tokenizer": self._tokenizer, "beginning": self.prefix, "sources": sources}
+
+    @property
+    def stream(self) -> OwnSource | None:
+        """The stream that this data is; None where it has numbered samples."""
+        (source, *_) = self.sources
+        return source if isinstance(source, OwnSource) and source.stream else None
 
     @property
     def fingerprint(self) -> str:
@@ -86,14 +96,19 @@ class Data:
         lines = {"texts begin with": self.prefix}
         segment, end = run.at(steps + 1)
         for source, share, draws in zip(self.sources, self.shares, segment.drawn(end), strict=False):
+            title = "data" if len(self.sources) == 1 else f"data: {source.name}"
+            if isinstance(source, OwnSource):
+                part = f"{share / sum(self.shares):.1%} of samples"
+                lines[title] = f"{source.cfg.path}, {part}: {draws:,}, {draws / source.samples:.2f} epochs"
+                continue
             padding, unused = self.waste(source)
-            lines["data" if len(self.sources) == 1 else f"data: {source.name}"] = (
+            lines[title] = (
                 f"{source.tokens:,} tokens in {source.documents:,} documents, {share / sum(self.shares):.1%} of samples, "
                 f"{draws / source.samples:.2f} epochs; {padding:.1%} padding, {unused:.1%} of tokens unused"
             )
         return lines
 
-    def waste(self, source: TokenSource) -> tuple[float, float]:
+    def waste(self, source: TokenSource | OwnSource) -> tuple[float, float]:
         """(share of padding in all rows, share of all tokens that are in no row) of a source."""
         return 1 - source.kept / (source.samples * (self.seq_len + self._padded)), max(0.0, 1 - source.kept / source.tokens)
 
@@ -101,8 +116,9 @@ class Data:
         """(source, sample of it) at each position of a segment of the run; positions (n,) int64 -> two (n,) int64."""
         numbers, index = interleave(positions - segment.began, self.shares)
         for number, (source, before) in enumerate(zip(self.sources, segment.sources, strict=False)):
-            here = numbers == number
-            index[here] = sample_at(before.drawn + index[here], source.samples, f"{seed}/{before.order}")
+            here, endless = numbers == number, source.samples == ENDLESS
+            drawn = before.drawn + index[here]
+            index[here] = drawn if endless else sample_at(drawn, source.samples, f"{seed}/{before.order}")
         return numbers, index
 
     def read(self, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:
@@ -125,12 +141,17 @@ class Data:
             if sample == PADDING:
                 fill_with_padding(arrays, at)
                 continue
-            rows, row = self.sources[source].locate(sample)
+            held = self.sources[source]
+            if isinstance(held, OwnSource):
+                fill(arrays, at, *held.read(sample))
+                continue
+            rows, row = held.locate(sample)
             if id(rows) not in checked:
                 checked.add(id(rows))
                 for stored in rows.stored:
                     stored.check_size()
-            fill(arrays, at, rows, row)
+            ids, loss = rows.file.ids.checked(), None if rows.file.loss is None else rows.file.loss.checked()
+            fill(arrays, at, rows.pieces(row), ids, loss)
         if arrays.tokens.view(np.uint64).max() >= self._vocabulary:  # as unsigned numbers, negative ids are the largest
             self._refuse_ids(arrays.tokens, sources, samples)
         return arrays
@@ -138,6 +159,7 @@ class Data:
     def has_labels(self, source: int) -> bool:
         """Whether any sample of a source has a label. Reads samples in a random order until one has: of most sources, one."""
         count, first, size = self.sources[source].samples, 0, 1
+        count = min(count, _LOOKED_AT // self.seq_len + 1) if isinstance(self.sources[source], OwnSource) else count
         while not self._all_counted and first < count:
             samples = permute(np.arange(first, min(first + size, count)), count, "labels")
             counted = self.read(np.full(len(samples), source), samples).counted
@@ -149,7 +171,9 @@ class Data:
     def _refuse_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
         """Raises UserError for the first id that is not in the vocabulary."""
         at, position = (int(indices[0]) for indices in np.nonzero((tokens < 0) | (tokens >= self._vocabulary)))
-        rows, row = self.sources[sources[at]].locate(int(samples[at]))
+        source = self.sources[sources[at]]
+        assert isinstance(source, TokenSource)  # rows of others are checked one by one
+        rows, row = source.locate(int(samples[at]))
         held = itertools.chain.from_iterable(range(first, first + length) for first, length in rows.pieces(row))
         raise UserError(
             f"{rows.file.prefix}.bin: holds the id {tokens[at, position]} in sample {row}, at token "
@@ -169,6 +193,12 @@ def open_on_every_rank(config: Config, vocabulary: int) -> tuple[Data, Data | No
         return open_data(config, vocabulary), open_data(config, vocabulary, "validation") if config.validation.enable else None
 
     data, validation = process.once_per_node(open_all)
+    for source in [*data.sources, *(validation.sources if validation else ())]:
+        if isinstance(source, OwnSource) and not source.stream:
+            with process.together():
+                first = source.probe()
+            if not process.same_everywhere(first):
+                raise source.fault("read(0) or the last sample differs between ranks; must be the same on all of them")
     if not process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else "")):
         raise UserError("the nodes read different data: give all nodes the same files and Python version")
     if validation is not None and validation.fingerprint == data.fingerprint:
@@ -184,7 +214,12 @@ def open_data(config: Config, vocabulary: int, section: str = "training") -> Dat
     """
     assets, key = config.model.hf_assets_path, key_of(config, section)
     loaded = open_tokenizer(assets, config.training.add_bos)
-    sources = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
+    sources = [
+        open_own(config, section, number, vocabulary)
+        if is_part(source.path)
+        else open_source(source, key, loaded, assets, vocabulary)
+        for number, source in enumerate(sources_of(config, section))
+    ]
     lengths = np.pad(byte_lengths(loaded), (0, vocabulary))[:vocabulary]
     data = Data(sources, config.training, tokenizer_digest(loaded), lengths, key, loaded.spelled(loaded.beginning))
     if section == "training":  # validation measures each source by itself
@@ -193,7 +228,7 @@ def open_data(config: Config, vocabulary: int, section: str = "training") -> Dat
     return data
 
 
-def _shares(sources: list[TokenSource]) -> list[int]:
+def _shares(sources: Sequence[TokenSource | OwnSource]) -> list[int]:
     """The share of samples of each source, integers of a sum up to MIXTURE, such that its *tokens* have their weight."""
     rates = []
     for source in sources:
@@ -218,7 +253,7 @@ def check_labels(data: Data) -> None:
     faults = [
         f"{source.name}: {source.documents:,} documents of {source.tokens:,} tokens, {source.samples:,} samples"
         for number, source in enumerate(data.sources)
-        if not data.has_labels(number)
+        if data.stream is None and not data.has_labels(number)
     ]
     if faults:
         remedy = "Its documents are empty, or its assistant never says anything: leave it out, or correct the text"

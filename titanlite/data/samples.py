@@ -72,13 +72,15 @@ class Arrays(NamedTuple):
     documents: np.ndarray | None  # int32, rising along the row; padding has a number of its own
 
 
-def fill(batch: Arrays, at: int, rows: Rows, row: int) -> None:
-    """Writes all of row `at` of a batch: one row of a file, then padding, with token 0 and no labels."""
-    file, start, number = rows.file, 0, 0
+def fill(batch: Arrays, at: int, pieces: list[Piece], ids: np.ndarray, loss: np.ndarray | None) -> None:
+    """Writes all of row `at` of a batch: pieces of `ids`, then padding, with token 0 and no labels.
+
+    ids (n,) of an integer type. loss (n,), true where a token is a label; None: all are.
+    """
+    start, number = 0, 0
     tokens, counted, documents = (None if array is None else array[at] for array in batch)
     assert tokens is not None
-    ids, loss = file.ids.checked(), None if counted is None or file.loss is None else file.loss.checked()
-    for number, (first, length) in enumerate(rows.pieces(row), 1):
+    for number, (first, length) in enumerate(pieces, 1):
         end = start + length
         tokens[start:end] = ids[first : first + length]
         if counted is not None:

@@ -25,6 +25,7 @@ from titanlite.data.tokenizer import (
 )
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import open_file
+from titanlite.registry.own import is_part
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,11 @@ class TokenSource(NamedTuple):
     def documents(self) -> int:
         return sum(file.documents for file in self.files)
 
+    def where(self, sample: int) -> str:
+        """The place of a sample, for messages."""
+        rows, row = self.locate(sample)
+        return f"{rows.file.prefix}.bin, sample {row}"
+
     def locate(self, sample: int) -> tuple[Rows, int]:
         """The rows of the file that holds a sample, and the sample's row there."""
         number = bisect.bisect_right(self.ends, sample)
@@ -81,10 +87,14 @@ class TokenSource(NamedTuple):
 def sources_of(config: Config, section: str) -> list[Source]:
     """The sources of [training] or [validation]; `dataset` and `dataset_path` name a single one.
 
-    Raises UserError for incomplete weights or names.
+    Raises UserError for incomplete weights or names, and for options that no part takes.
     """
     cfg = getattr(config, section)
-    sources = cfg.sources or [Source(path=cfg.dataset_path or cfg.dataset)]
+    sources = cfg.sources or [Source(path=cfg.dataset_path or cfg.dataset, options=cfg.dataset_options)]
+    if is_part(cfg.dataset_path):
+        raise UserError(f'{section}.dataset_path = "{cfg.dataset_path}": give data of your own as {section}.dataset')
+    if taken := next((source for source in sources if source.options and not is_part(source.path)), None):
+        raise UserError(f'{section}: the options of "{taken.path}" have no effect; only "package.module:name" takes options')
     unweighted = [source.path for source in sources if source.weight is None]
     if 0 < len(unweighted) < len(sources):
         raise UserError(f'{section}.sources: "{unweighted[0]}" has no weight, others have; give all of them one, or none')
@@ -221,9 +231,9 @@ def open_tokenizer(assets: str, add_bos: bool | None = None) -> LoadedTokenizer:
 
 def faults(config: Config) -> Iterator[str]:
     """Keys that do not name data. Text is only checked to exist."""
-    for section in _sections(config):
+    for section in sections_of(config):
         try:
-            paths = dict.fromkeys(source.path for source in sources_of(config, section))
+            paths = dict.fromkeys(source.path for source in sources_of(config, section) if not is_part(source.path))
         except UserError as error:
             yield str(error)
             continue
@@ -236,9 +246,9 @@ def faults(config: Config) -> Iterator[str]:
 
 def file_faults(config: Config, vocabulary: int) -> Iterator[str]:
     """Token files that cannot be used with the tokenizer and vocabulary of a configuration without `faults`."""
-    keys = {source.path: key_of(config, section) for section in _sections(config) for source in sources_of(config, section)}
+    keys = {source.path: key_of(config, section) for section in sections_of(config) for source in sources_of(config, section)}
     for path, key in keys.items():
-        if (prefixes := find(path, key)) is not None:
+        if not is_part(path) and (prefixes := find(path, key)) is not None:
             try:
                 loaded = open_tokenizer(config.model.hf_assets_path, config.training.add_bos)
                 _open_files(prefixes, Path(path), loaded, vocabulary)
@@ -246,5 +256,6 @@ def file_faults(config: Config, vocabulary: int) -> Iterator[str]:
                 yield str(error)
 
 
-def _sections(config: Config) -> list[str]:
+def sections_of(config: Config) -> list[str]:
+    """The sections that name data."""
     return ["training", *(["validation"] if config.validation.enable else [])]

@@ -13,7 +13,7 @@ from titanlite.config import effects
 from titanlite.config.effects import Hardware
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
-from titanlite.data import sources, tokenizer
+from titanlite.data import own, sources, tokenizer
 from titanlite.ground.errors import MachineFault, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
@@ -85,6 +85,9 @@ CHECKS = (
     Check(
         *("token files", lambda s: sources.file_faults(s.config, s.family.config.vocab_size) if s.open_files else ()),
         ("sources", "tokenizer"),
+    ),
+    Check(
+        "own data", lambda s: own.faults(s.config, s.family.config.vocab_size) if s.open_files else (), ("sources", "tokenizer")
     ),
     Check("disk", lambda s: state.faults(s.config, s.model) if s.local_ranks is not None else (), ("run folder", "model")),
 )

@@ -6,6 +6,7 @@ change no later step, some do and must be allowed by name, a few cannot be combi
 
 import fnmatch
 import itertools
+import json
 import logging
 import math
 import shlex
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
@@ -26,6 +29,7 @@ from titanlite.config.read import SECTIONS, suggest
 from titanlite.config.schema import Config
 from titanlite.config.tables import MAY_CHANGE
 from titanlite.data.mixture import Data
+from titanlite.data.stream import Position
 from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.hf.folder import find_weights
@@ -35,6 +39,7 @@ from titanlite.loop.divergence import StepRecord
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import run_tensors
+from titanlite.parallel.mesh import data_rank
 from titanlite.registry.family import Family
 from titanlite.registry.own import source_of_parts
 from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
@@ -68,6 +73,7 @@ class Progress(NamedTuple):
     loss_sum: float = 0.0  # of those that are finite, since the last multiple of metrics.log_freq
     loss_count: int = 0
     run: str = ""  # an id that its first start makes, and all its checkpoints have; those of titanlite 0.2 have none
+    stream: Position | None = None  # where a stream of the user's own is; other data follows from the timeline
 
     @property
     def samples(self) -> int:
@@ -108,6 +114,7 @@ def numbers_of(run: RunIdentity, schedule: Schedule, progress: Progress) -> dict
         **progress._asdict(),
         "samples": progress.samples,
         "timeline": progress.timeline.numbers(),
+        "stream": progress.stream.states if progress.stream else [],
         "global_batch": run.global_batch,
         "data": run.data.describe(),
         "schedule": {"total_steps": schedule.total_steps},  # a longer run keeps it; the rest is in the configuration
@@ -117,6 +124,22 @@ def numbers_of(run: RunIdentity, schedule: Schedule, progress: Progress) -> dict
         "teacher": digest_of_teacher(run.config),
         "config": run.config.model_dump(),
     }
+
+
+def stream_at(state: str, sample: int, mesh: DeviceMesh) -> Position | None:
+    """Where the streams of all data ranks are; None without one. All ranks together.
+
+    state: of this rank's stream, as JSON; "" without one. sample: that comes next. Raises UserError where ranks that read the
+    same data are at different states.
+    """
+    if not state:
+        return None
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (data_rank(mesh), state))
+    by_rank = dict(found)
+    if unlike := [number for number, (part, state) in enumerate(found) if by_rank[part] != state]:
+        raise UserError(f"rank {unlike[0]}: its stream is at another state than that of the ranks that must read the same rows")
+    return Position(sample, [json.loads(by_rank[part]) for part in range(len(by_rank))])
 
 
 def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +226,10 @@ def _progress(run: RunIdentity, source: Path, numbers: dict[str, Any]) -> Progre
     if now.mixture != earlier.segments[-1].mixture:
         for each, before in zip(run.data.sources, now.sources, strict=False):
             log.info("data: another mixture: %s continues after %s of its samples", each.name, f"{before.drawn:,}")
-    optional = {name: numbers[name] for name in ("loss_sum", "loss_count", "run") if name in numbers}
+    optional: dict[str, Any] = {name: numbers[name] for name in ("loss_sum", "loss_count", "run") if name in numbers}
+    if run.data.stream:  # another stream begins at its beginning
+        same = now.mixture == earlier.segments[-1].mixture
+        optional["stream"] = Position(numbers["samples"], numbers.get("stream", []) if same else [])
     return Progress(numbers["step"], timeline, **optional)
 
 

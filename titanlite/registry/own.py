@@ -4,9 +4,9 @@ As for a model's module, the user's own configuration or command names what is i
 and their source code belongs to the run: checkpoints and provenance.json hold it, a resume compares it.
 """
 
+import contextlib
 import functools
 import inspect
-import typing
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from models.head import distilled
+from titanlite.config import bounds
 from titanlite.config.read import allowed, suggest
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -21,13 +22,26 @@ from titanlite.registry.family import import_named
 from titanlite.registry.source import ModelSource, source_of
 
 # The keys that can name a part, each with the table of its options.
-KEYS = {"lr_scheduler.decay_type": "lr_scheduler.options", "training.loss": "training.loss_options"}
+KEYS = {
+    "lr_scheduler.decay_type": "lr_scheduler.options",
+    "training.loss": "training.loss_options",
+    "training.dataset": "training.dataset_options",
+    "validation.dataset": "validation.dataset_options",
+}
 
 
 def parts_of(config: Config) -> dict[str, str]:
     """key -> name, of the keys that name a part."""
     values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in KEYS}
-    return {key: name for key, name in values.items() if ":" in name}
+    for section in ("training", "validation"):
+        sources = enumerate(getattr(config, section).sources, 1)
+        values |= {f"{section}.sources, entry {number}: path": source.path for number, source in sources}
+    return {key: name for key, name in values.items() if is_part(name)}
+
+
+def is_part(name: str) -> bool:
+    """Whether a name is that of a part, and no path; "hub:..." stands for a dataset of the Hugging Face hub."""
+    return bounds.PART.fullmatch(name) is not None and not name.startswith("hub:")
 
 
 def source_of_parts(config: Config) -> ModelSource:
@@ -53,27 +67,35 @@ def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
         raise UserError(f"--own {unused[0]}: {source} names no such part; remove the option")
 
 
-def function_of(key: str, name: str) -> Callable[..., Any]:
-    """The function that a key names. Raises UserError that says what is wrong with the module or the name."""
+def function_of(key: str, name: str, classes: bool = False) -> Callable[..., Any]:
+    """The function that a key names, or a class where `classes`. Raises UserError that says what is wrong with it."""
     module, attribute = _module(key, name), name.partition(":")[2]
     if not hasattr(module, attribute):
         offered = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise UserError(f'{key} = "{name}": {module.__file__} has no {attribute}{suggest(attribute, offered)}')
     part = getattr(module, attribute)
-    if isinstance(part, type) or not callable(part):
-        raise UserError(f'{key} = "{name}": must be a function, and is {_kind(part)} ({module.__file__})')
+    if (isinstance(part, type) and not classes) or not callable(part):
+        kinds = "a class or a function" if classes else "a function"
+        raise UserError(f'{key} = "{name}": must be {kinds}, and is {_kind(part)} ({module.__file__})')
     return part
 
 
 def with_options(
-    key: str, name: str, given: Sequence[str], options: dict[str, Any], named: Sequence[str] = ()
+    key: str,
+    name: str,
+    given: Sequence[str],
+    options: dict[str, Any],
+    named: Sequence[str] = (),
+    classes: bool = False,
 ) -> Callable[..., Any]:
-    """The function that a key names, with its options. given: the arguments that titanlite passes; named: by keyword.
+    """The function that a key names, or a class where `classes`, with its options.
+
+    given: the names of the arguments that titanlite passes by position; named: of those by keyword.
 
     The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
     """
-    part = function_of(key, name)
-    table, parameters = KEYS[key], inspect.signature(part).parameters
+    part = function_of(key, name, classes)
+    table, parameters = KEYS.get(key, key.replace(": path", ": options")), inspect.signature(part).parameters
     passed = [*named, *[each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]]
     own = {each: one for each, one in parameters.items() if one.kind in _BY_KEYWORD and each not in passed}
     hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -119,9 +141,10 @@ def token_loss(config: Config) -> Callable[..., Any] | None:
 
 
 def place(part: Callable[..., Any]) -> str:
-    """File and line of a function."""
-    code = getattr(inspect.unwrap(part), "__code__", None)
-    return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(part)
+    """File and line of a function or a class."""
+    with contextlib.suppress(OSError, TypeError):  # what has no source
+        return f"{inspect.getsourcefile(inspect.unwrap(part))}, line {inspect.getsourcelines(part)[1]}"
+    return repr(part)
 
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -138,8 +161,9 @@ def _kind(part: object) -> str:
 
 
 def _hints(part: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's arguments; none where they name what only a type checker imports."""
+    """The annotations of the arguments; none where they name what only a type checker imports."""
     try:
-        return typing.get_type_hints(part)
+        parameters = inspect.signature(part, eval_str=True).parameters
     except (NameError, TypeError):
         return {}
+    return {name: each.annotation for name, each in parameters.items() if each.annotation is not each.empty}

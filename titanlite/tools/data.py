@@ -23,9 +23,10 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
-from titanlite.data.mixture import Data, TokenSource, open_data
+from titanlite.data.mixture import Data, open_data
+from titanlite.data.own import OwnSource
 from titanlite.data.samples import Rows
-from titanlite.data.sources import open_tokenizer
+from titanlite.data.sources import TokenSource, open_tokenizer
 from titanlite.data.timeline import Timeline, stored
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.ground.errors import UserError, listed
@@ -106,12 +107,16 @@ def _show(words: list[str]) -> Iterator[str]:
         steps = StepDataset(config, data, (part, data_ranks), timeline, options.step)
         first = timeline.at(options.step)[1] + int(steps.positions[0])
         for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), first):
-            yield from _show_sample(data, data.sources[source], int(sample), number, part, tokenizer)
+            yield from _show_sample(data.sources[source], int(sample), number, part, tokenizer)
 
 
 def _show_sample(
-    data: Data, source: TokenSource, sample: int, number: int, part: int, tokenizer: LoadedTokenizer
+    source: TokenSource | OwnSource, sample: int, number: int, part: int, tokenizer: LoadedTokenizer
 ) -> Iterator[str]:
+    if isinstance(source, OwnSource):
+        yield f"=== sample {number:,} (data rank {part}): {source.where(sample)}"
+        yield tokenizer.decode(source.read(sample).ids.tolist(), skip_special_tokens=False)
+        return
     rows, row = source.locate(sample)
     yield f"=== sample {number:,} (data rank {part}): {source.name}, {rows.file.prefix}.bin, row {row:,}"
     for first, length in rows.pieces(row):
@@ -159,6 +164,8 @@ def _stats(words: list[str]) -> Iterator[str]:
         yield f"  samples     {source.samples:,} an epoch"
         yield f"  in the run  {draws:,} samples, {draws / samples:.2%} of all"
         yield f"  epochs      {draws / source.samples:.3f}" + ("" if limit is None else f", allowed are {limit:g}")
+        if isinstance(source, OwnSource):  # of which nothing more is known before it is read
+            continue
         yield f"  waste       {padding:.2%} of the positions are padding, {unused:.2%} of the tokens are in no sample"
         yield "  length of documents in tokens"
         yield from _histogram(source)

@@ -29,7 +29,7 @@ from titanlite.config.effects import Hardware
 from titanlite.config.operation import Checkpoint, Profiling
 from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Config, Parallelism, Validation
-from titanlite.data.batches import Batches, StepDataset
+from titanlite.data.batches import Batches, steps_of
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.timeline import Rollback, attempts_at, stored
 from titanlite.ground.errors import UserError
@@ -210,7 +210,7 @@ def replay(
     start = f"the checkpoint of step {progress.step}" if progress.step else origin
     log.info("from %s: steps %d to %d", start, progress.step + 1, step)
     part = data_rank(mesh), data_degree(mesh)
-    batches = Batches(StepDataset(config, data, part, timeline, progress.step + 1), device)
+    batches = Batches(steps_of(config, data, part, timeline, progress.step + 1, progress.stream), device)
     for number, _ in follow(run, schedule, batches, range(progress.step + 1, step + 1)):
         if number % config.metrics.log_freq == 0:
             log.info("step %d", number)

@@ -1,0 +1,41 @@
+"""A run with data of the user's own as a user starts it: a rank is killed and the run goes on; its samples are shown."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launcher import run
+from tests.end_to_end.test_run_train import reports, working_folder
+
+PARTS = Path(__file__).with_name("parts.py")
+# A rank is killed at its 15th row, or 7th state, once a run.
+KILLING = """
+
+class Killed(KIND):
+    rows_read = 0
+
+    def METHOD(self, *numbers):
+        self.rows_read += 1
+        marker = pathlib.Path("killed")
+        if self.rows_read == 15 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().METHOD(*numbers)
+"""
+KEYS = ("--training.dataset=my_parts:Killed", "--training.steps=10", "--checkpoint.interval=2")
+
+
+@pytest.mark.parametrize(("kind", "method"), [("Sums", "read"), ("Walks", "state_dict")])
+def test_a_run_that_is_killed_goes_on_and_reads_as_one(tmp_path, kind, method):
+    folder = working_folder(tmp_path)
+    text = "import os, pathlib, signal\n" + PARTS.read_text() + KILLING.replace("KIND", kind).replace("METHOD", method)
+    (folder / "my_parts.py").write_text(text.replace("== 15", "== 7") if kind == "Walks" else text)
+    (folder / "killed").touch()
+    ended = run("run.toml", *KEYS, "--job.dump_folder=whole", folder=folder, NGPU="2")
+    assert ended.code == 0, ended.err
+    (folder / "killed").unlink()
+    ended = run("run.toml", *KEYS, folder=folder, NGPU="2", MAX_RESTARTS="1")
+    assert ended.code == 0 and "was ended by SIGKILL" in ended.err, ended.err
+    assert (folder / "killed").exists()
+    whole, parts = ([(each["step"], each["loss"]) for each in reports(folder / name)] for name in ("whole", "out"))
+    assert parts == whole and len(whole) == 10
