@@ -1,7 +1,8 @@
 """PyTorch's private names: all that titanlite uses, what for, and the versions that each was tried on.
 
 PyTorch may rename them in any version. `tests/unit/test_torch_private.py` says which are gone, and that no other file uses one;
-models/torch_private.py has those of the model families. A name of `NAMES` is imported from here like any other:
+it also lists the attributes that the functions below use. models/torch_private.py has the names of the model families. A name
+of `NAMES` is imported from here like any other:
 
     from titanlite.ground.torch_private import TrainingState
 
@@ -93,49 +94,6 @@ NAMES = {
     "has_amx": Name("torch.cpu:_is_amx_tile_supported", "whether the processor multiplies 16-bit matrices as a whole"),
     "AnyDropout": Name("torch.nn.modules.dropout:_DropoutNd", "the base of all dropout layers"),
 }
-
-# Attributes of PyTorch's objects, which the functions below use.
-ATTRIBUTES = (
-    Name("torch.distributed.tensor:DTensor._spec", "like"),
-    Name("torch.distributed.tensor:DTensor._local_tensor", "storage_of"),
-    Name("torch:UntypedStorage._cdata", "storage_of"),
-    Name("torch._ops:OpOverload._schema", "schema"),
-    Name("torch._ops:OpOverload._overloadpacket", "packet"),
-    Name("torch.nn:Module._modules", "with_children"),
-    Name("torch.nn:Module._parameters", "has_parameters"),
-    Name("torch.distributed.device_mesh:DeviceMesh._flatten", "flatten"),
-    Name("torch.distributed.device_mesh:DeviceMesh._unflatten", "unflatten"),
-    Name("torch.distributed.device_mesh:DeviceMesh._concatenate", "concatenate"),
-    Name("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "fsdp_groups"),
-    Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_groups", "fsdp_groups", ("2.13",)),
-    Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_group", "fsdp_groups", ("2.11",)),
-    Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._reduce_scatter_comm", "set_reduce_scatter"),
-    Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._training_state", "set_training_state"),
-    Name(f"{_FSDP}._fsdp_common:ShardPlacementResult", "mesh_per_parameter", ("2.13",)),
-    Name("torch._functorch.config:unsafe_treat_script_objects_as_zero_size", "set_memory_budget", ("2.13",)),
-    Name("torch._inductor.config:_micro_pipeline_tp", "set_async_tensor_parallel"),
-    Name("torch._inductor.config:post_grad_custom_pre_pass", "set_async_tensor_parallel"),
-    Name("torch._inductor.config:joint_custom_post_pass", "set_memory_budget"),
-    Name("torch.distributed.pipelining.schedules:_wait_batch_p2p", "bounded_waits"),
-    Name("torch.distributed:ProcessGroup._get_backend", "bounded_waits"),
-    Name("torch.distributed:ProcessGroupGloo.Options._timeout", "bounded_waits"),
-)
-
-# Private methods and attributes of PyTorch's classes that classes of titanlite override or read: they are where the class is.
-_CONTEXT = "torch.distributed.elastic.multiprocessing.api:SubprocessContext"
-_STAGE = "torch.distributed.pipelining:PipelineStage"
-INHERITED = (
-    Name(f"{_CONTEXT}._poll", "launch/launcher.py: the launcher looks at its ranks"),
-    Name(f"{_CONTEXT}._capture_process_failures", "launch/launcher.py: exit codes that are no failures"),
-    Name(f"{_CONTEXT}._close", "launch/launcher.py: how ranks are ended"),
-    Name(f"{_CONTEXT}._failures", "launch/launcher.py: the failures so far"),
-    Name(f"{_STAGE}._prepare_forward_infra", "parallel/late_stage.py: buffers without memory"),
-    Name(f"{_STAGE}._prepare_backward_infra", "parallel/late_stage.py: the same"),
-    Name(
-        "torch.distributed.checkpoint.staging:AsyncStager._synchronize_after_execute",
-        "checkpoint/save.py: staging ends before it returns",
-    ),
-)
 
 # 2.11 cannot begin the second part of a backward pass at an autograd.Function such as the head's, and a pipeline's messages of
 # whole numbers need gradients there.
