@@ -112,24 +112,10 @@ def open_file(path: str | Path) -> BinaryIO:
         raise
     except ValueError as error:  # a name with a zero byte
         raise UserError(f"{path}: cannot be read: {error}") from None
-    if (kind := kind_of(os.fstat(handle).st_mode)) != "a file":
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise UserError(f"{path}: cannot be read: it is {kind}, and must be a regular file")
+        raise UserError(f"{path}: cannot be read: must be a regular file, not a folder, a FIFO, a socket or a device")
     return _File(handle, path)
-
-
-_KINDS = {
-    "a file": stat.S_ISREG,
-    "a folder": stat.S_ISDIR,
-    "a link": stat.S_ISLNK,
-    "a FIFO": stat.S_ISFIFO,
-    "a socket": stat.S_ISSOCK,
-}
-
-
-def kind_of(mode: int) -> str:
-    """What is at a path, in words, by its mode."""
-    return next((name for name, test in _KINDS.items() if test(mode)), "a device")
 
 
 def size_of(path: str | Path) -> int:

@@ -34,7 +34,6 @@ from titanlite.launch.layout import Layout
 _NAMED_AFTER = 60.0  # seconds until the missing nodes are named
 _ANSWERED_WITHIN = 10.0  # seconds for one request
 _INTERVAL = 0.5  # seconds between two of them
-_REFUSED = 20  # such answers in a row mean that the launcher of node 0 has ended, not its node
 _LEAVING = 30.0  # seconds that this launcher may take to end by itself, when node 0 is gone
 _LOCAL_ADDR = "set PET_LOCAL_ADDR to an address of node 0 that leads to it, or unset it"
 _LINE = 2**20  # bytes of a request or an answer, which may list 100,000 missing nodes
@@ -245,18 +244,15 @@ class Rendezvous(StaticTCPRendezvous):
         Seconds without an answer are counted, not taken from a clock, so that a suspended launcher does not count. Where the
         main thread does not end the run, it waits inside of torch for the store of node 0, without limit.
         """
-        silent, refused = 0.0, 0
+        silent = 0.0
         while not (self.lost or self.closed):
             begun = time.monotonic()
             self.answer = answer = self._ask()
             time.sleep(_INTERVAL)
             if self.address is None:  # `_meet` waits for node 0
                 continue
-            refused = refused + 1 if answer == "refused" else 0
             silent = silent + min(time.monotonic() - begun, _ANSWERED_WITHIN + _INTERVAL) if isinstance(answer, str) else 0.0
-            if refused >= _REFUSED:
-                self.lost = "the launcher of node 0 has ended"
-            elif silent > self.unreachable:
+            if silent > self.unreachable:
                 self.lost = f"node 0 has not answered at {self.endpoint} for {silent:.0f} s ({answer})"
         time.sleep(_LEAVING)
         if not self.closed:
@@ -273,8 +269,6 @@ class Rendezvous(StaticTCPRendezvous):
                     answer = Answer.model_validate_json(lines.readline(_LINE))
                 self.address = connection.getpeername()[:2]  # name resolution may fail later
                 return answer
-        except ConnectionRefusedError:
-            return "refused"
         except ValidationError:
             return "another program answers"
         except OSError as error:
