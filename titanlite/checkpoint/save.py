@@ -85,7 +85,7 @@ class Saver:
         try:
             done.result()
         except (CheckpointException, OSError) as error:
-            self.failure = f"{final}: could not be saved{_free_space(self._folder)}: {cause(error)}"
+            self.failure = f"{final}: could not be saved: {cause(error)}"
             if dist.get_rank() == 0:
                 log.error("%s", self.failure)
                 shutil.rmtree(unfinished_folder(self._folder, step), ignore_errors=True)
@@ -143,14 +143,6 @@ class _Stager(AsyncStager):
             name: like(tensor, copy) if isinstance(tensor, DTensor) else copy
             for (name, tensor), copy in zip(tensors.items(), copies, strict=True)
         }
-
-
-def _free_space(folder: Path) -> str:
-    """The free space of a disk, which is the usual cause; "" if it is unknown."""
-    try:
-        return f", with {shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
-    except OSError:
-        return ""
 
 
 def cause(error: BaseException) -> str:
