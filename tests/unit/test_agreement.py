@@ -129,7 +129,6 @@ def test_all_ranks_get_the_same_message_with_each_difference_once(monkeypatch):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    first, absent, third = meet([{}, None, {}], seconds=0.5)
-    assert first == "TimeoutError: ranks that did not start within comm.init_timeout_seconds: 1" and absent == "never ended"
-    assert third.startswith("TimeoutError")
-    assert "comm.init_timeout_seconds: 0, or one that it waits for" in meet([None, {}], seconds=0.5)[1]
+    expected = "TimeoutError: ranks that did not start within comm.init_timeout_seconds: "
+    assert meet([{}, None, {}], seconds=0.5) == [f"{expected}1", "never ended", f"{expected}1"]
+    assert meet([None, {}, {}], seconds=0.5)[1:] == [f"{expected}0"] * 2

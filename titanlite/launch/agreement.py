@@ -59,19 +59,17 @@ def agree(store: dist.Store, rank: int, world: int, own: Identity) -> None:
     does not come.
     """
     node = f"node {os.environ['GROUP_RANK']}" if os.environ.get("GROUP_RANK") else f"rank {rank}"
+    keys = [f"differences/{other}" for other in range(world)]
+    if rank == 0:
+        store.set("identity", json.dumps([node, own]))
     try:
-        if rank == 0:
-            store.set("identity", json.dumps([node, own]))
-            answers = [json.loads(store.get(f"differences/{other}")) for other in range(1, world)]
-            store.set("verdict", json.dumps(list(dict.fromkeys(line for lines in answers for line in lines))))
-        else:
-            first_name, first = json.loads(store.get("identity"))
-            store.set(f"differences/{rank}", json.dumps(differences(first, own, first_name, node)))
-        verdict = json.loads(store.get("verdict"))
+        first_name, first = json.loads(store.get("identity"))
+        store.set(keys[rank], json.dumps(differences(first, own, first_name, node)))
+        store.wait(keys)
     except dist.DistStoreError:
-        late = [other for other in range(1, world) if not store.check([f"differences/{other}"])]
-        names = ", ".join(map(str, late)) if rank == 0 else "0, or one that it waits for"
-        raise TimeoutError(f"ranks that did not start within comm.init_timeout_seconds: {names}") from None
+        late = [str(other) for other, key in enumerate(keys) if not store.check([key])] if store.check(["identity"]) else ["0"]
+        raise TimeoutError(f"ranks that did not start within comm.init_timeout_seconds: {', '.join(late)}") from None
+    verdict = list(dict.fromkeys(line for lines in store.multi_get(keys) for line in json.loads(lines)))
     if not verdict:
         return
     with contextlib.suppress(RuntimeError):  # the first rank to leave may end the store, and the others know enough
