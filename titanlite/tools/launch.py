@@ -6,14 +6,13 @@ explains the environment variables that say how many ranks there are and where: 
 
 import io
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 from titanlite.config.read import read_words, to_toml
 from titanlite.config.schema import Config
-from titanlite.launch import children, stop, temporary
+from titanlite.launch import children, stop
 from titanlite.launch.layout import read_layout
 from titanlite.tools.check import check_here
 
@@ -28,7 +27,6 @@ def main() -> None:
 
     from titanlite.launch.fork_server import ForkServer
 
-    folder = temporary.open_folder()
     server = ForkServer("titanlite.train", "torch._dynamo")  # which PyTorch's optimizers import
     parent = os.getpid()
     if (check := os.fork()) == 0:  # what the check does to this process, CUDA above all, must not reach the launcher
@@ -51,8 +49,6 @@ def main() -> None:
         sys.exit(launch(layout, launcher, max(60.0, config.comm.train_timeout_seconds)))
     finally:
         server.close()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_rank(config: Config, words: list[str]) -> None:
