@@ -51,7 +51,6 @@ def main() -> None:
     elif name == "launch":
         stop.leave_at_once()
     sys.argv = [f"titanlite {name}", *sys.argv[2:]]
-    failure.watch_threads()
     try:
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,13 +34,6 @@ class Way(NamedTuple):
     fails: str  # the function that raises instead of what it does
     phase: str  # as the report names it
     replaced: tuple[str, ...] = ()  # functions before it, which do nothing
-
-
-class _Odd(Exception):
-    """An exception whose text cannot be made."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 CONFIG = "reading the configuration", "checking the configuration"
@@ -120,7 +112,6 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], str, int]] = {
         2,
     ),
     "a full disk": (lambda: OSError(28, "No space left on device", "out/config.toml.tmp"), "OSError: .Errno 28. No space", 2),
-    "an odd one": (_Odd, "_Odd", 1),
 }
 
 
@@ -133,9 +124,6 @@ def run_command(*words: str) -> None:
         stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
         stack.enter_context(mock.patch.object(sys, "argv", ["titanlite", *words]))
         stack.enter_context(mock.patch.object(errors, "_position", (0, "starting")))
-        # where the tracebacks go
-        cache = Path(tempfile.gettempdir()) / "cache"
-        stack.enter_context(mock.patch("titanlite.launch.failure.cache_folder", return_value=cache))
         stack.callback(stacks.close_dump)
         __main__.main()
 
