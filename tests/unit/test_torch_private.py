@@ -49,9 +49,6 @@ ATTRIBUTES = (
     Name("torch._inductor.config:_micro_pipeline_tp", "set_async_tensor_parallel"),
     Name("torch._inductor.config:post_grad_custom_pre_pass", "set_async_tensor_parallel"),
     Name("torch._inductor.config:joint_custom_post_pass", "set_memory_budget"),
-    Name("torch.distributed.pipelining.schedules:_wait_batch_p2p", "bounded_waits"),
-    Name("torch.distributed:ProcessGroup._get_backend", "bounded_waits"),
-    Name("torch.distributed:ProcessGroupGloo.Options._timeout", "bounded_waits"),
 )
 
 # Private methods and attributes of PyTorch's classes that classes of titanlite override or read: they are where the class is.

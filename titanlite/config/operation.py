@@ -116,7 +116,7 @@ class Comm(Section):
     init_timeout_seconds: Annotated[bounds.Seconds, _AMONG_RANKS] = 300
     """How long a rank waits for the others until the first step is done, including data, compilation and loading."""
     train_timeout_seconds: Annotated[bounds.Seconds, _AMONG_RANKS] = 100
-    """How long a rank waits for the others in later steps."""
+    """How long a rank waits for the others in later steps. On CPUs, stages of a pipeline wait for init_timeout_seconds."""
     save_timeout_seconds: Annotated[bounds.Seconds, _WITH_CHECKPOINTS.and_when(RANKS)] = 1800
     """How long a rank waits for the others while a checkpoint is written."""
     trace_buf_size: Annotated[int, Field(ge=0, le=10**6), EffectiveWhen(CUDA)] = 0

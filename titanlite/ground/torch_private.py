@@ -12,13 +12,11 @@ Its module is loaded at that moment, and not with this file, since some take a s
 import inspect
 import operator
 import pkgutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -232,24 +230,3 @@ def _graph_pass(function: Callable[..., None], *more: Any) -> Any:
     key = resolve(NAMES["get_hash_for_files"].path)((inspect.getfile(function),), str(more))
     methods = {"__call__": lambda self, graph: function(graph, *more), "uuid": lambda self: key}
     return type("GraphPass", (resolve(NAMES["CustomGraphPass"].path),), methods)()
-
-
-# ---------------------------------------------------------------------------------------------------------------- pipelines
-
-
-@contextmanager
-def bounded_waits(group: ProcessGroup, device: torch.device) -> Iterator[Callable[[list[Work]], Any]]:
-    """PyTorch's schedules wait for messages as long as the group's present timeout says; yields the function that waits.
-
-    gloo waits for a message as long as the timeout was when the group was made. NCCL needs nothing, and would block the host.
-    """
-    from torch.distributed.pipelining import schedules  # imports much, and is seldom needed
-
-    plain = schedules._wait_batch_p2p
-    if device.type == "cpu":
-        timeout = group._get_backend(device).options._timeout
-        schedules._wait_batch_p2p = lambda work: [each.wait(timeout) for each in work]
-    try:
-        yield schedules._wait_batch_p2p
-    finally:
-        schedules._wait_batch_p2p = plain

@@ -6,7 +6,6 @@ that initial values, optimizers and checkpoints need not know of stages.
 """
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +19,7 @@ from models.attention import SeqInfo
 from models.decoder import Decoder
 from models.head import Head
 from titanlite.config.schema import Config
-from titanlite.ground.torch_private import BEFORE_2_13, bounded_waits, with_children
+from titanlite.ground.torch_private import BEFORE_2_13, with_children
 from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
@@ -204,7 +203,6 @@ class Pipeline:
         pp, cfg = mesh["pp"], config.parallelism
         self.stages, self.model, self.group, self.ranks = stages, model, pp.get_group(), pp.size()
         self.microbatches, self.schedule_name = config.microbatches(data_degree(mesh)), cfg.pipeline_parallel_schedule
-        self.bounded_waits = functools.partial(bounded_waits, self.group, device)
         count = int(len(stages) * pp.size())
         self.head = stages[-1].part.head
         if isinstance(self.head, Head):
@@ -257,8 +255,7 @@ class Pipeline:
         for stage in self.stages:
             stage.microbatches, stage.after = microbatches, after
         first = (self._losses,) if self.stages[0].number == 0 else ()  # a part for each microbatch, which the stage ignores
-        with self.bounded_waits():
-            run(*first, target=numbers if self.head is not None else None, return_outputs=False)
+        run(*first, target=numbers if self.head is not None else None, return_outputs=False)
         for stage, part in zip(self.stages, self._parts, strict=True):
             stage.microbatches, stage.after = (), None
             part.clear()
@@ -294,8 +291,8 @@ class Pipeline:
         rank = dist.get_rank(self.group)
         peer = dist.get_global_rank(self.group, self.ranks - 1 - rank)
         exchange = [dist.P2POp(dist.isend, own, peer, self.group), dist.P2POp(dist.irecv, others, peer, self.group)]
-        with self.bounded_waits() as wait:
-            wait(dist.batch_isend_irecv(exchange))
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
         own.add_(others)
 
     def gathered(self, values: Iterable[_T]) -> list[_T]:
