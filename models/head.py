@@ -59,8 +59,6 @@ class Head(nn.Module):
     large vocabulary has values below float16's smallest normal number, 6.1e-5; the backward pass divides by it.
     loss: None is the cross entropy. Another one is used where gradients are enabled; what validation reports remains the cross
     entropy, which compares runs.
-    split_backward: the backward pass runs twice, for the gradient of the hidden states and later for that of the weight, as in
-    pipelines without idle time; it then makes a copy of the weight's.
     """
 
     def __init__(self, norm: nn.Module, dim: int, vocab_size: int, softcap: float | None = None):
@@ -69,7 +67,6 @@ class Head(nn.Module):
         self.sizes: Sizes | None = None  # None: SIZES[device]
         self.scale: Tensor | None = None
         self.loss: TokenLoss | None = None
-        self.split_backward = False
         self.kernels = Kernels(logsumexp_and_target, to_gradient, accumulate)
         self.norm = norm
         self.output = nn.Linear(dim, vocab_size, bias=False)
@@ -105,8 +102,7 @@ class Head(nn.Module):
         chunk = chunk_of(labels.numel(), rows, sizes)
         known = None if teacher is None or loss is None else teacher()
         of_loss = loss, known, self.vocab_size, self.softcap, self.z_loss, self.scale
-        how = self.kernels, training, self.split_backward
-        options = _Options(first, group, chunk, sizes.product, *of_loss, *how)
+        options = _Options(first, group, chunk, sizes.product, *of_loss, self.kernels, training)
         return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), options)
 
     @torch.no_grad()
@@ -187,7 +183,6 @@ class _Options(NamedTuple):
     scale: Tensor | None  # of the gradients that the forward pass computes
     kernels: Kernels
     training: bool  # whether autograd records; inside a Function is_grad_enabled() is always False
-    split_backward: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -221,7 +216,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight.add(logits, part)
         if with_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight and grad_weight.total)
-        ctx.weight_dtype, ctx.scale, ctx.split_backward = weight.dtype, options.scale, options.split_backward
+        ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
         return loss
 
     @staticmethod
@@ -230,9 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.scale is not None:
             scale = scale / ctx.scale  # 1 where the loss gets the same scale
         grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
-        if grad_weight is not None and ctx.split_backward:
-            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
-        elif grad_weight is not None:  # in place: autograd refuses a second backward pass, so nothing reads it again
+        if grad_weight is not None:  # in place: autograd refuses a second backward pass, so nothing reads it again
             grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None
 

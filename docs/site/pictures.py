@@ -173,11 +173,11 @@ def document_mask() -> Drawing:
 
 
 def schedules() -> Drawing:
-    """The steps of four pipeline schedules with 4 ranks and 8 microbatches, and their bubbles."""
-    names = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+    """The steps of three pipeline schedules with 4 ranks and 8 microbatches, and their bubbles."""
+    names = ("GPipe", "1F1B", "Interleaved1F1B")
     drawing = Drawing(900, 70 + 135 * len(names), "Pipeline schedules")
     drawing.text(20, 28, "Pipeline schedules: 4 ranks, 8 microbatches, one row a rank", 16)
-    legend = (("forward", 0), ("backward", 1), ("gradients of inputs", 3), ("of weights", 4))
+    legend = (("forward", 0), ("backward", 1))
     for at, (words, color) in enumerate(legend):
         drawing.box(20 + 170 * at, 40, 14, 14, COLORS[color])
         drawing.text(40 + 170 * at, 52, words, 12)
@@ -191,7 +191,7 @@ def schedules() -> Drawing:
         top = 84 + 135 * row
         drawing.text(20, top, f"{name}: {stages // 4} of {stages} stages a rank; bubble {idle:.0%} of the step", 13)
         for rank, action, start, took in _played(order, forward, backward):
-            kind = {"F": 0, "B": 1, "I": 3, "W": 4}[action.kind]
+            kind = {"F": 0, "B": 1}[action.kind]
             words = str(action.number) if took >= 1 else ""
             drawing.box(20 + 23.5 * start, top + 10 + 25 * rank, 23.5 * took, 22, COLORS[kind], words, 10)
     return drawing
@@ -206,9 +206,9 @@ def _played(order: list[list[Action]], forward: list[float], backward: list[floa
             while actions and all(each in done for each in needs_of(*actions[0], last=len(forward) - 1)):
                 action = actions.pop(0)
                 kind, stage, number = action
-                took = forward[stage] if kind == "F" else backward[stage] / (1 if kind == "B" else 2)
+                took = forward[stage] if kind == "F" else backward[stage]
                 start = max([clocks[rank], *(done[each] for each in needs_of(*action, last=len(forward) - 1))])
-                clocks[rank] = done["B" if kind == "I" else kind, stage, number] = start + took
+                clocks[rank] = done[kind, stage, number] = start + took
                 played.append((rank, action, start, took))
     return played
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests.distributed.cover import PLAIN, SEVERAL_STAGES, Cell, allowed
 
-_SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+_SCHEDULES = ("1F1B", "Interleaved1F1B")
 _MIXTURE: Cell = {"family": "Mixture", "router": "sigmoid, bias, shared", "balance": "moving bias"}
 _MESHES: tuple[Cell, ...] = (
     *({"mesh": f"pipeline {degrees}"} for degrees in ("2", "4", "2 x shard 2", "2 x tp 2", "2 x replicate 2", "2 x context 2")),

@@ -18,7 +18,6 @@ MESHES: dict[str, dict[str, int]] = {
     "PP 2 x FSDP 4, 1F1B, first rank": {"pp": 2, "dp_shard": 4},
     "PP 2 x FSDP 4, 1F1B, last rank": {"pp": 2, "dp_shard": 4},
     "PP 2 x FSDP 4, Interleaved1F1B, last rank": {"pp": 2, "dp_shard": 4},
-    "PP 2 x FSDP 4, InterleavedZeroBubble, last rank": {"pp": 2, "dp_shard": 4},
     "PP 2 x FSDP 2 x TP 2, Interleaved1F1B, first rank": {"pp": 2, "dp_shard": 2, "tp": 2},
     "PP 2 x FSDP 4, EP 4, Interleaved1F1B, first rank": {"pp": 2, "dp_shard": 4, "ep": 4},
 }
@@ -173,7 +172,6 @@ _OF_PIPELINES = {
     "PP 2 x FSDP 4, 1F1B, first rank": ("bfloat16, compiled", "document_mask", "LoRA"),
     "PP 2 x FSDP 4, 1F1B, last rank": ("float16", "full, offload", "Muon", "bfloat16 parameters, compiled"),
     "PP 2 x FSDP 4, Interleaved1F1B, last rank": ("bfloat16", "per operation", "float8"),
-    "PP 2 x FSDP 4, InterleavedZeroBubble, last rank": ("bfloat16", "LoRA"),
     "PP 2 x FSDP 2 x TP 2, Interleaved1F1B, first rank": ("bfloat16, compiled", "full"),
     "PP 2 x FSDP 4, EP 4, Interleaved1F1B, first rank": ("mixture, compiled", "mixture, full", "mixture, per operation"),
 }

@@ -42,7 +42,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "z-loss": ("none", "0.001"),
     "validation": ("none", "before and after"),
     # of pipelines
-    "schedule": ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble"),
+    "schedule": ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS"),
     "stages": ("equal", "3 blocks and 1"),
     # of mixtures
     "router": ("softmax", "sigmoid, bias, shared", "grouped"),
@@ -58,7 +58,7 @@ OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # test_low_precision
 # meshes whose ranks of a replica 4 divides
 FOUR = "shard 4|tp 4|context [48]|shard 2 x tp 2|shard 2 x context 2|context 2 x tp 2"
 PIPELINES = frozenset(mesh for mesh in FACTORS["mesh"] if "pipeline" in mesh)
-SEVERAL_STAGES = frozenset({"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"})  # on each rank
+SEVERAL_STAGES = frozenset({"Interleaved1F1B", "LoopedBFS"})  # on each rank
 # of pipelines, only "pipeline 2" under "1F1B" and "Interleaved1F1B" is in `make test`
 OTHER_PIPELINES = (PIPELINES - {"pipeline 2"}) | frozenset(FACTORS["schedule"][2:]) | {"3 blocks and 1", "bfloat16 states"}
 # in no table of `make test`

@@ -17,12 +17,11 @@ from tests.distributed.scenarios import CPU, MODES, config_of, mesh_of, rank_bat
 from tests.distributed.test_resume import Degrees
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
-from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import ranks_of
-from titanlite.parallel.pipeline import SPLIT, STAGES_OF_A_RANK
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.plan.pipeline import Action, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
@@ -37,7 +36,6 @@ FULL, OPERATIONS = ({"activation_checkpoint": MODES[mode]} for mode in ("full", 
 INTERLEAVED, FLAT, BFS = (
     {"parallelism": {"pipeline_parallel_schedule": name}} for name in ("Interleaved1F1B", "GPipe", "LoopedBFS")
 )
-ZERO_BUBBLE = {"parallelism": {"pipeline_parallel_schedule": "InterleavedZeroBubble"}}
 FOUR_TIED = {"model": {"flavor": "tied", "overrides": {"n_layers": 4}}}
 MIXTURE = {
     "model": {"name": "tests.tiny_moe", "flavor": "shared", "overrides": {"n_layers": 4}},
@@ -60,14 +58,14 @@ ALL_WAYS = graph(", ".join(f"{2 + place % 2} {way} {place % 2}" for place, way i
 CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, GPipe, recomputed": (TWO, (FLAT, FULL)),
     "pp 2, three stages a rank": (TWO, (THREE_EACH,)),
-    "pp 2, zero bubble, tied": (TWO, (ZERO_BUBBLE, FOUR_TIED)),
+    "pp 2, interleaved, tied": (TWO, (INTERLEAVED, FOUR_TIED)),
     "pp 2 x shard 2, tied, per operation": (SHARD, ({"model": {"flavor": "tied"}}, OPERATIONS)),
     "pp 2, values of the first block": (TWO, (VALUES,)),
     "pp 2, blocks applied twice": (TWO, ({"model": {"name": "tests.forks.right.looped"}},)),
     "pp 2, every way, interleaved, recomputed": (TWO, (ALL_WAYS, INTERLEAVED, FULL)),
 }
 SLOW: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
-    "pp 2, mixture, zero bubble": (TWO, (MIXTURE, ZERO_BUBBLE)),
+    "pp 2, mixture, interleaved": (TWO, (MIXTURE, INTERLEAVED)),
     "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
     "pp 2, routers that see a choice": (TWO, ({"model": {"name": "tests.forks.right.routed_by_choice"}},)),
     "pp 4, every way, GPipe, per operation": (FOUR, (ALL_WAYS, FLAT, OPERATIONS)),
@@ -77,12 +75,6 @@ SLOW: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2 x tp 2, every way": (TP, (ALL_WAYS,)),
     "pp 2 x cp 2, every way": ({"pp": 2, "cp": 2}, (ALL_WAYS,)),
 }
-
-
-def skip_what_this_pytorch_lacks(schedule: str) -> None:
-    """The product refuses what these tests would start past its checks."""
-    if BEFORE_2_13 and schedule in SPLIT:
-        pytest.skip(f"{schedule} needs PyTorch 2.13")
 
 
 def config_of_cell(degrees: Degrees, changes: tuple[dict[str, Any], ...]) -> Config:
@@ -102,7 +94,6 @@ def reference(pool: Pool, config: str) -> Trajectory:
 @pytest.mark.parametrize("cell", slow_but([*CELLS], CELLS | SLOW))
 def test_gradients_are_those_of_one_process(pools, cell, record_property):
     degrees, changes = (CELLS | SLOW)[cell]
-    skip_what_this_pytorch_lacks(config_of_cell(degrees, changes).parallelism.pipeline_parallel_schedule)
     comparison = compared_with_one_process(pools, degrees, changes)
     record_property("worst", str(comparison))
     assert [str(each) for each in comparison.excessive] == []
@@ -149,22 +140,20 @@ def passes_of(schedule: str) -> list[Action]:
 
     def noted(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def note(stage: LateStage, number: int, *words: Any, **named: Any) -> Any:
-            seen.append(Action(kind if named.get("full_backward", True) else "I", stage.stage_index, number))
+            seen.append(Action(kind, stage.stage_index, number))
             return run(stage, number, *words, **named)
 
         return note
 
     forward = noted("F", LateStage.forward_one_chunk)
     backward = noted("B", LateStage.backward_one_chunk)
-    weights = noted("W", LateStage.backward_weight_one_chunk)
-    with patch.multiple(LateStage, forward_one_chunk=forward, backward_one_chunk=backward, backward_weight_one_chunk=weights):
+    with patch.multiple(LateStage, forward_one_chunk=forward, backward_one_chunk=backward):
         forward_backward(model, next(rank_batches(config, mesh_of(TWO))), mesh_of(TWO), scale)
     return seen
 
 
 @pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
 def test_ranks_run_what_is_rehearsed(pools, schedule):
-    skip_what_this_pytorch_lacks(schedule)
     config = config_of(TWO, "deep", 4, parallelism={"pipeline_parallel_schedule": schedule})
     with pretended_ranks(2):
         expected = orders(config, 4, 2 * STAGES_OF_A_RANK[schedule])
@@ -236,18 +225,15 @@ HELD = {
     "pp 4": long_cell({"pp": 4}, "1F1B"),
     "pp 2 x shard 2": long_cell({"pp": 2, "dp_shard": 2}, "1F1B"),
     "pp 2 x shard 2, interleaved, recomputed": long_cell({"pp": 2, "dp_shard": 2}, "Interleaved1F1B", **FULL),
-    "pp 2 x shard 2, zero bubble": long_cell({"pp": 2, "dp_shard": 2}, "InterleavedZeroBubble"),
-    "pp 2 x tp 2, zero bubble": long_cell({"pp": 2, "tp": 2}, "InterleavedZeroBubble"),
     "pp 2 x tp 2, LoopedBFS, per operation": long_cell({"pp": 2, "tp": 2}, "LoopedBFS", **OPERATIONS),
     "pp 2 x replicate 2": long_cell({"pp": 2, "dp_replicate": 2}, "1F1B"),
     "pp 2 x context 2, interleaved": long_cell({"pp": 2, "cp": 2}, "Interleaved1F1B"),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["GPipe, recomputed", "pp 2 x shard 2, zero bubble"], HELD))
+@pytest.mark.parametrize("name", slow_but(["GPipe, recomputed"], HELD))
 def test_the_rank_that_holds_the_most_holds_what_is_predicted(pools, name):
     degrees, config = HELD[name]
-    skip_what_this_pytorch_lacks(config.parallelism.pipeline_parallel_schedule)
     prediction = predict(config, ranks_of(degrees), "cpu")
     found = [sum(each) for each in pools[ranks_of(degrees)].run(f"{HERE}:held", degrees=degrees, config=config)]
     # what FSDP2 gathers is counted as if all of it existed at the worst moment

@@ -89,7 +89,6 @@ def test_a_schedule_that_stops_is_found():
         rehearse(order, [1.0, 1.0], [2.0, 2.0], [1, 1])
 
 
-ZERO_BUBBLE = pipelined(2, "InterleavedZeroBubble")
 VALIDATION = {"enable": True, "dataset_path": "held_out.txt", "sample_prompts": ["a"]}
 
 
@@ -99,9 +98,6 @@ VALIDATION = {"enable": True, "dataset_path": "held_out.txt", "sample_prompts": 
         (pipelined(2, microbatches=1), "pipeline_parallel_degree = 2: needs at least 2 microbatches a step"),
         (pipelined(4, "Interleaved1F1B", 11), "11 microbatches a step"),
         (pipelined(4, "Interleaved1F1B", layers=6), "6 blocks are fewer than 8 stages"),
-        (pipelined(2, "ZBVZeroBubble"), 'pipeline_parallel_schedule = "ZBVZeroBubble"'),
-        (replaced(ZERO_BUBBLE, compile={"enable": True}), "set compile.enable = false"),
-        (replaced(ZERO_BUBBLE, model={"name": "tests.forks.right.value_residual"}), "hand on more than hidden states"),
         (
             replaced(pipelined(2), lora={"enable": True, "modules": ["layers.[4-7].attention.*"]}),
             "leave nothing to train in stage",

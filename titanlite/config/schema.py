@@ -33,7 +33,7 @@ _WITH_CONTEXT = EffectiveWhen("parallelism.context_parallel_degree > 1")
 _WITH_EXPERTS = EffectiveWhen("parallelism.expert_parallel_degree > 1")
 _WITH_PIPELINE = EffectiveWhen("parallelism.pipeline_parallel_degree > 1")
 _WITHOUT_PIPELINE = "parallelism.pipeline_parallel_degree = 1"
-Schedules = Literal["1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+Schedules = Literal["1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS"]
 _WITH_OVERLAP = EffectiveWhen(
     "parallelism.tensor_parallel_degree > 1",
     *("compile.enable = true", 'compile.components has "model"', 'compile.backend = "inductor"', CUDA),
@@ -210,8 +210,7 @@ class Parallelism(Section):
     those of accumulation: global_batch_size / (local_batch_size x data-parallel ranks)."""
     pipeline_parallel_schedule: Annotated[Schedules, _WITH_PIPELINE] = "1F1B"
     """In which order stages work on microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
-    two or more, which makes the pipeline bubble shorter (docs/guides/parallelism.md). "InterleavedZeroBubble" computes
-    gradients of weights in the bubble too."""
+    two or more, which makes the pipeline bubble shorter (docs/guides/parallelism.md)."""
     pipeline_parallel_layers_per_stage: Annotated[Literal[-1] | bounds.Count, _WITH_PIPELINE] = -1
     """Blocks of each stage but the last, which has the rest. -1: as many that the longest stage takes as few FLOPs as possible,
     the head's included."""

@@ -93,8 +93,7 @@ NAMES = {
     "AnyDropout": Name("torch.nn.modules.dropout:_DropoutNd", "the base of all dropout layers"),
 }
 
-# 2.11 cannot begin the second part of a backward pass at an autograd.Function such as the head's, and a pipeline's messages of
-# whole numbers need gradients there.
+# In 2.11, a pipeline's messages of whole numbers need gradients.
 BEFORE_2_13 = torch.__version__ < "2.13"
 
 

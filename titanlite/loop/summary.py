@@ -12,7 +12,7 @@ from titanlite.config.schema import Config
 from titanlite.loop.resume import Progress, RunIdentity
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree, needs_fsdp
-from titanlite.parallel.pipeline import SPLIT, split_layers
+from titanlite.parallel.pipeline import split_layers
 from titanlite.registry.family import Family
 from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms.attention_kernels import attention_sentence
@@ -104,6 +104,5 @@ def _stages(config: Config, family: Family, whole: Decoder, microbatches: int) -
     schedule = config.parallelism.pipeline_parallel_schedule
     sizes = [len(names) for names in split_layers(config, family, whole)]
     idle = (ranks - 1) / (len(sizes) // ranks * microbatches + ranks - 1)  # arXiv:2104.04473, section 2.2
-    bound = "up to " if schedule in SPLIT else ""
-    bubble = f"a bubble of {bound}{idle:.1%} of a step if stages take equally long"
+    bubble = f"a bubble of {idle:.1%} of a step if stages take equally long"
     return {"pipeline": f"{schedule}, stages of {', '.join(map(str, sizes))} blocks; {bubble}"}

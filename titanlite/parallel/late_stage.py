@@ -47,7 +47,7 @@ class LateStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
-        with self._range("backward" if kwargs.get("full_backward", True) else "backward of inputs", bwd_chunk_id):
+        with self._range("backward", bwd_chunk_id):
             if self.has_backward and self.is_last:
                 (hidden,), _ = self.fwd_cache[bwd_chunk_id]
                 loss = self.loss_of(hidden, bwd_chunk_id)
@@ -57,10 +57,6 @@ class LateStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = tuple(_message(grad, info.buffer) for grad, info in pairs)
         if self.has_backward:
             _replace([*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]], _META)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._range("backward of weights", bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _range(self, kind: str, number: int) -> Any:
         """A range of a trace: PyTorch's schedules have names of their own in some, and in "1F1B" none."""

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.attention import SeqInfo
 from models.decoder import Decoder
-from models.head import Head
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import BEFORE_2_13, with_children
 from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
@@ -29,10 +28,7 @@ from titanlite.transforms.meta import numbers_of_a_token, on_meta
 _T = TypeVar("_T")
 
 # How many stages a rank has, unless pipeline_parallel_layers_per_stage decides it.
-STAGES_OF_A_RANK = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
-# Those that compute gradients of weights apart from those of inputs.
-SPLIT = ("InterleavedZeroBubble",)
-_REFUSED = dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), "has its first and its last stage on one rank, which is not supported")
+STAGES_OF_A_RANK = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2}
 
 
 class Microbatch(NamedTuple):
@@ -205,8 +201,6 @@ class Pipeline:
         self.microbatches, self.schedule_name = config.microbatches(data_degree(mesh)), cfg.pipeline_parallel_schedule
         count = int(len(stages) * pp.size())
         self.head = stages[-1].part.head
-        if isinstance(self.head, Head):
-            self.head.split_backward = self.schedule_name in SPLIT
         interfaces = [stage.replay.interface() for stage in stages]
         ignored = (torch.empty(1, device="meta"),)  # by stage 0
         self._parts = [
@@ -318,16 +312,12 @@ def unsplittable(family: Family, degree: int) -> str:
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
-    """Schedules that are not supported, models that cannot be cut into so many stages, options that need a whole model."""
+    """Models that cannot be cut into so many stages, options that need a whole model."""
     cfg = config.parallelism
-    degree, schedule = cfg.pipeline_parallel_degree, cfg.pipeline_parallel_schedule
+    degree = cfg.pipeline_parallel_degree
     if degree == 1:
         return
     key = f"parallelism.pipeline_parallel_degree = {degree}"
-    if schedule not in STAGES_OF_A_RANK:
-        known = ", ".join(f'"{name}"' for name in STAGES_OF_A_RANK)
-        yield f'parallelism.pipeline_parallel_schedule = "{schedule}": {_REFUSED[schedule]}; use one of {known}'
-        return
     if reason := unsplittable(family, degree):
         yield f"{key}: in {config.model.name}, {reason}; set it to 1"
         return
@@ -339,30 +329,8 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
             f"{key}: parallelism.fsdp_reshard_after_forward = {cfg.fsdp_reshard_after_forward!r}: between microbatches, a "
             'pipeline keeps what it has gathered; use "default"'
         )
-    if schedule in SPLIT:
-        yield from _split_faults(config, family, model)
     if cfg.cpu_offload:
         yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
-
-
-def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
-    """What cannot run a backward pass in two parts."""
-    cfg, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
-    twice = f'parallelism.pipeline_parallel_schedule = "{schedule}": has a backward pass for inputs, and then one for weights'
-    if BEFORE_2_13:
-        yield f"{twice}, which needs PyTorch 2.13; use another schedule"
-    if config.compile.enable:
-        yield f"{twice}; a compiled one reuses what it has read: set compile.enable = false, or use another schedule"
-    if cfg.mode != "none":
-        reason = 'keeps all that the first part recomputes until the second: set it to "none", or use another schedule'
-        yield f'{twice}; activation_checkpoint.mode = "{cfg.mode}" {reason}'
-    if not isinstance(model.head, Head):
-        yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"
-    flow = trace(family.on_meta())
-    names = [call.name for call in flow.calls]
-    # in some of these graphs PyTorch's first part frees what its second part needs
-    if len(set(names)) < len(names) or any(len(flow.crossing(call)) > 1 for call in range(1, len(names))):
-        yield f"{twice}; blocks of {config.model.name} hand on more than hidden states, or are applied twice: use another"
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:

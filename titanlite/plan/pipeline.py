@@ -26,7 +26,7 @@ class Rehearsal(NamedTuple):
 class Action(NamedTuple):
     """A pass of a microbatch through a stage."""
 
-    kind: str  # "F", forward; "B", backward; "I" and "W", its parts: gradients of inputs, then those of weights
+    kind: str  # "F", forward; "B", backward
     stage: int
     number: int  # of the microbatch
 
@@ -65,19 +65,12 @@ def _listed(schedule: str, ranks: int, microbatches: int, stages: int) -> list[l
     ]
 
 
-def rehearse(
-    order: list[list[Action]],
-    forward: Sequence[float],
-    backward: Sequence[float],
-    kept: Sequence[int],
-    between: Sequence[int] | None = None,
-) -> Rehearsal:
+def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequence[float], kept: Sequence[int]) -> Rehearsal:
     """Plays a step. forward, backward: what a stage takes for a microbatch. kept: bytes from its forward to its backward pass.
 
-    between: bytes beside `kept` between the two parts of a backward pass. Raises UserError if no rank can go on.
+    Raises UserError if no rank can go on.
     """
-    between = between or [0] * len(kept)
-    done: dict[tuple[str, int, int], float] = {}  # when (F, B or W, stage, microbatch) ends; gradients of inputs are B's
+    done: dict[tuple[str, int, int], float] = {}  # when (F or B, stage, microbatch) ends
     busy = 0.0
     clocks, nexts, held, most = [0.0] * len(order), [0] * len(order), [0] * len(order), [0] * len(order)
     last, waiting = len(forward) - 1, set(range(len(order)))
@@ -88,11 +81,10 @@ def rehearse(
                 needs = needs_of(kind, stage, number, last)
                 if any(each not in done for each in needs):
                     break
-                took = forward[stage] if kind == "F" else backward[stage] / (1 if kind == "B" else 2)
+                took = forward[stage] if kind == "F" else backward[stage]
                 clocks[rank], busy = max([clocks[rank], *(done[each] for each in needs)]) + took, busy + took
-                done["B" if kind == "I" else kind, stage, number] = clocks[rank]
-                freed = {"B": kept[stage], "W": kept[stage] + between[stage]}
-                held[rank] += {"F": kept[stage], "I": between[stage]}.get(kind, 0) - freed.get(kind, 0)
+                done[kind, stage, number] = clocks[rank]
+                held[rank] += kept[stage] if kind == "F" else -kept[stage]
                 most[rank] = max(most[rank], held[rank])
                 nexts[rank], moved = nexts[rank] + 1, True
             else:
@@ -107,8 +99,6 @@ def needs_of(kind: str, stage: int, number: int, last: int) -> list[tuple[str, i
     """What must be done before an action: the same forward pass of the stage before, or the backward pass of the next one."""
     if kind == "F":
         return [("F", stage - 1, number)] if stage else []
-    if kind == "W":
-        return [("B", stage, number)]
     return [("F", stage, number), *([("B", stage + 1, number)] if stage < last else [])]
 
 

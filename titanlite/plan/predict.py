@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
@@ -171,9 +170,9 @@ def of_worst_rank(
     """The prediction of the rank of a pipeline that holds the most. config: with the pipeline. flow: on these ranks."""
     family, degree = family_of(config.model), config.parallelism.pipeline_parallel_degree
     whole = on_meta(family, config)
-    every, hidden = assign_stages(config, family, whole), hidden_bytes(config, ranks, measured.model)
+    every = assign_stages(config, family, whole)
     received = received_by_stages(flow, split_layers(config, family, whole))
-    rehearsal = rehearsed(config, stage_costs(config, family, whole), every, measured, hidden, received)
+    rehearsal = rehearsed(config, stage_costs(config, family, whole), every, measured, received)
     widest = max(map(size_of, received))
     memories = [memory_of(share, config, whole, measured, widest, rehearsal.kept[rank]) for rank, share in enumerate(every)]
     rank = max(range(degree), key=lambda rank: memories[rank].total)
@@ -185,49 +184,23 @@ def size_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def hidden_bytes(config: Config, ranks: int, model: Decoder) -> int:
-    """Of the hidden states of a microbatch on a rank."""
-    training, degrees = config.training, resolve_degrees(config.parallelism, ranks)
-    assert model.head is not None
-    tokens = training.local_batch_size * training.seq_len // (degrees["cp"] * degrees["tp"])
-    return tokens * model.head.output.in_features * DTYPES[training.mixed_precision_param].itemsize
-
-
 def rehearsed(
     config: Config,
     costs: list[float],
     every: list[StageAssignment],
     measured: Measured,
-    hidden: int,
     received: list[list[Tensor]],
 ) -> pipeline.Rehearsal:
     """A step of the schedule. costs: of the stages' forward passes."""
-    kept, between, tp = [0] * len(costs), [0] * len(costs), config.parallelism.tensor_parallel_degree
+    kept = [0] * len(costs)
     for share in every:
         for number, blocks in share.stages.items():
             of_blocks = sum(measured.held.kept[measured.layers.stands_for[name]] for name in blocks)
             kept[number] = of_blocks + size_of(received[number])
-            with_head = share.head and number == len(costs) - 1
-            between[number] = bytes_between(measured.model, blocks, with_head, hidden, tp)
     backward = 3 if config.activation_checkpoint.mode == "full" else 2
     with pretended_ranks(config.parallelism.pipeline_parallel_degree):
         order = pipeline.orders(config, measured.microbatches, len(costs))
-    return pipeline.rehearse(order, costs, [backward * cost for cost in costs], kept, between)
-
-
-def bytes_between(model: Decoder, blocks: list[str], with_head: bool, hidden: int, tp: int) -> int:
-    """What a stage keeps of a microbatch when gradients of weights are computed later: those of what each weight has made.
-
-    The head has computed its weight's already, in float32.
-    """
-    assert model.head is not None
-    output = model.head.output.weight
-    rows, dim = output.shape
-    numbers = 0  # of a token of this rank
-    for p in (p for name in blocks for p in model.layers[name].parameters() if p.requires_grad):
-        split = isinstance(p, DTensor) and Shard(1) in p.placements  # its matmuls are sums for the tokens of all ranks of tp
-        numbers += p.shape[0] * (tp if split else 1) if p.ndim == 2 else dim
-    return hidden * numbers // dim + (4 * rows * dim // tp if with_head and output.requires_grad else 0)
+    return pipeline.rehearse(order, costs, [backward * cost for cost in costs], kept)
 
 
 def memory_of(
