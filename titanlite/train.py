@@ -48,6 +48,7 @@ from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.balance import load as expert_load
 from titanlite.optim.balance import routing
+from titanlite.optim.ema import ema_of
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
@@ -178,7 +179,7 @@ def train(
         if validation and validating:
             with contextlib.nullcontext() if validated else longer_than_a_step():  # the first time compiles
                 with clock.phase(step, "validation"):
-                    measured = validate(model, validation, config, mesh, device)
+                    measured = validate(model, validation, config, mesh, device, ema_of(optimizer))
                 if tokenizer:
                     with clock.phase(step, "writing samples"):
                         reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
