@@ -42,6 +42,7 @@ from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents, StepRecord, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
+from titanlite.loop.own_code import OwnCode
 from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
@@ -91,7 +92,7 @@ def train(
     if config.checkpoint.enable:
         try_out(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
-    stop = Stop(config.job.time_limit_minutes)
+    stop, own_code = Stop(config.job.time_limit_minutes), OwnCode(config)
     with_own = saver.group if saver else None  # a group that keeps its timeout
     longer_than_a_step = functools.partial(process.longer_than_a_step, config.comm, with_own)
     process.set_timeout(config.comm.init_timeout_seconds, with_own)
@@ -103,6 +104,7 @@ def train(
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
     progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0's counts, which commits
+    own_code.call("after_building", model, config)
     facts = derived_values(setting, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)
@@ -116,7 +118,7 @@ def train(
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
-        record |= {"own_source": source_of_parts(config)}
+        record |= {"own_source": source_of_parts(config, metrics=True)}
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
@@ -149,6 +151,7 @@ def train(
                 warn_of_unused(model)
             with clock.phase(step, "optimizer step"):
                 norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale, loss.labels)
+                own_code.call("after_step", step, model, optimizer)
             if not last:
                 with clock.phase(step, "reading data"):  # while the device works on this step
                     batches.prepare()
@@ -190,6 +193,7 @@ def train(
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
             values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}
             values |= {"peak_memory_gib": largest_peak_gib(device)}
+            values |= own_code.values(step, values, model, batch)
             reporter.report(step, values)
             reporter.routing(step, routing(model))
             log.info(console_line(step, training.steps, values))
@@ -197,6 +201,7 @@ def train(
         if saver and saving:
             with clock.phase(step, "saving"):  # for as long as training waits
                 saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress))
+                own_code.call("at_save", step, step_folder(saves, step))
         elif saver:
             saver.poll()
         if step == first:
@@ -298,7 +303,8 @@ def main(config: Config | None = None) -> None:
         if on_device.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         family = family_of(config.model)
-        hashes = {name: module["hash"] for name, module in (source_of(family.module) | source_of_parts(on_device)).items()}
+        sources = source_of(family.module) | source_of_parts(on_device, metrics=True)
+        hashes = {name: module["hash"] for name, module in sources.items()}
         settled = config.settled(Hardware(cuda, world))
         device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for

@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue
 
 from titanlite.config import bounds, effects
 from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, ConfigLayer, EffectiveWhen, Hardware
-from titanlite.config.operation import Checkpoint, Comm, Job, Metrics, Profiling
+from titanlite.config.operation import Checkpoint, Comm, Hooks, Job, Metrics, Profiling
 from titanlite.config.tables import MAY_CHANGE, OnResume, Section, StrictModel
 
 _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
@@ -418,6 +418,7 @@ class Config(StrictModel):
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    hooks: Hooks = Hooks()
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
     validation: Validation = Validation()

@@ -191,9 +191,8 @@ def load_run(
     exclude = run.config.checkpoint.exclude_from_loading
     if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
         exclude = []  # the run that wrote the checkpoint excluded the same tensors, and has trained them since
-    then, now = (
-        numbers.get("optimizer", {}).get("ema_decay", 0.0) for numbers in (found.numbers["config"], run.config.model_dump())
-    )
+    then = found.numbers["config"].get("optimizer", {}).get("ema_decay", 0.0)
+    now = run.config.optimizer.ema_decay
     if bool(then) != bool(now):
         what = "its EMA is dropped" if then else "it has no EMA, which begins with its weights"
         log.info("optimizer.ema_decay = %g, was %g in %s: %s", now, then, source, what)

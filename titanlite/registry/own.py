@@ -26,13 +26,18 @@ KEYS = {"lr_scheduler.decay_type": "lr_scheduler.options", "training.loss": "tra
 def parts_of(config: Config) -> dict[str, str]:
     """key -> name, of the keys that name a part."""
     values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in KEYS}
-    return {key: name for key, name in values.items() if ":" in name}
+    hooks = {f"hooks.modules, entry {number}": name for number, name in enumerate(config.hooks.modules, 1)}
+    return {key: name for key, name in values.items() if ":" in name} | hooks
 
 
-def source_of_parts(config: Config) -> ModelSource:
-    """The source code of a run's parts: their modules and what these import, as for a model. Raises UserError."""
+def source_of_parts(config: Config, metrics: bool = False) -> ModelSource:
+    """The source code of a run's parts: their modules and what these import, as for a model. Raises UserError.
+
+    metrics: those of metrics.extra too, which a resume may change.
+    """
+    extra = [("metrics.extra", name) for name in config.metrics.extra] if metrics else []
     found: ModelSource = {}
-    for key, name in parts_of(config).items():
+    for key, name in [*parts_of(config).items(), *extra]:
         found |= source_of(_module(key, name))
     return found
 
@@ -64,13 +69,14 @@ def function_of(key: str, name: str) -> Callable[..., Any]:
     return part
 
 
-def with_options(key: str, name: str, given: Sequence[str], options: dict[str, Any]) -> Callable[..., Any]:
+def with_options(key: str, name: str, given: Sequence[str], options: dict[str, Any], table: str = "") -> Callable[..., Any]:
     """The function that a key names, with its options. given: the names of the positional arguments that titanlite passes.
+    table: of the options; by default that of KEYS.
 
     The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
     """
     part = function_of(key, name)
-    table, parameters = KEYS[key], inspect.signature(part).parameters
+    table, parameters = table or KEYS[key], inspect.signature(part).parameters
     positional = [each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]
     own = {
         each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in positional
@@ -112,7 +118,7 @@ def token_loss(cfg: Training) -> Callable[..., Any] | None:
 
 def place(part: Callable[..., Any]) -> str:
     """File and line of a function."""
-    code = getattr(inspect.unwrap(part), "__code__", None)
+    code = getattr(inspect.unwrap(part.func if isinstance(part, functools.partial) else part), "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(part)
 
 

@@ -11,8 +11,8 @@ DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints
 import argparse
 
 from titanlite.hf.export import export
-from titanlite.tools.checkpoint import checkpoints
-from titanlite.tools.options import Real, add_weights, command_parser, existing_folder, new_path, nonempty
+from titanlite.tools.checkpoint import add_weights, checkpoints
+from titanlite.tools.options import Real, command_parser, existing_folder, new_path, nonempty
 from titanlite.transforms.dtypes import DTYPES
 
 
@@ -23,15 +23,8 @@ def main() -> None:
     options = parser.parse_args()
     source = checkpoints(options.checkpoint)[-1]
     dtype, shard = DTYPES.get(options.dtype), int(options.shard_gib * 2**30)
-    files = export(
-        source,
-        options.output,
-        dtype,
-        shard,
-        str(options.assets or ""),
-        named=options.model or "",
-        average=options.weights == "ema",
-    )
+    assets, average = str(options.assets or ""), options.weights == "ema"
+    files = export(source, options.output, dtype, shard, assets, named=options.model or "", average=average)
     size = sum(file.stat().st_size for file in files)
     print(f"{source} -> {options.output}: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**30:.2f} GiB")
 

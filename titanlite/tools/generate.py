@@ -21,19 +21,9 @@ from titanlite.hf.folder import find_weights
 from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.registry.limits import no_generation
-from titanlite.tools.checkpoint import checkpoints
+from titanlite.tools.checkpoint import add_weights, checkpoints
 from titanlite.tools.open_model import LoadedModel, family_at, is_hf_folder, open_model
-from titanlite.tools.options import (
-    LOCAL_RANKS,
-    SEED,
-    TOKENS,
-    Real,
-    WholeNumber,
-    add_weights,
-    command_parser,
-    existing_folder,
-    nonempty,
-)
+from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, WholeNumber, command_parser, existing_folder, nonempty
 from titanlite.transforms.dtypes import DTYPES
 
 

@@ -122,13 +122,6 @@ def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     return _Parser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    """--weights, for commands that read a checkpoint."""
-    parser.add_argument(
-        "--weights", choices=["model", "ema"], default="model", help="ema: their averages (optimizer.ema_decay)"
-    )
-
-
 def config_parser(command: str, ranks: WholeNumber = RANKS) -> argparse.ArgumentParser:
     """A parser for `read_command`."""
     parser = _Parser(f"titanlite {command}", allow_abbrev=False, add_help=False)
