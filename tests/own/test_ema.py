@@ -185,7 +185,7 @@ def test_weights_ema_of_a_checkpoint_without_an_average_is_refused(pools, tmp_pa
             act()
 
 
-def test_checkpoints_and_predictions_count_four_bytes_for_each_trained_parameter():
+def test_checkpoints_count_four_bytes_for_each_trained_parameter():
     config = config_of(ONE)
     model = on_meta(load_family("tests.tiny", "plain"), config)
     with_one = config.optimizer.model_copy(update={"ema_decay": DECAY})

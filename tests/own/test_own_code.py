@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.pool import WorkerFailure
-from tests.distributed.scenarios import CPU, config_of, first_microbatch, full_run, mesh_of
+from tests.distributed.scenarios import CPU, config_of, first_microbatch, full_run, mesh_of, trajectory
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run, run_config, stored
 from tests.distributed.test_variants import STAGES
 from tests.own import watching
@@ -78,6 +78,18 @@ def test_a_run_with_metrics_trains_as_one_without(pools, tmp_path):
     found, plain = reports(tmp_path / "with"), reports(tmp_path / "without")
     assert [(each["loss"], each["grad_norm"]) for each in found] == [(each["loss"], each["grad_norm"]) for each in plain]
     assert not any(key.startswith("extra") for key in plain[0])
+
+
+def followed(config: Config) -> list[str]:
+    """What hooks are called for by `verify` and `replay`."""
+    trajectory({}, config)
+    return watching.CALLS
+
+
+def test_verify_and_replay_call_the_hooks_that_change_training(pools):
+    config = config_of(ONE, training={"steps": 2}, hooks={"modules": ["tests.own.watching"]})
+    (calls,) = pools[1].run(f"{__name__}:followed", config=config)
+    assert calls == ["after_building True", "after_step 1", "after_step 2"]
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
