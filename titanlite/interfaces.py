@@ -5,10 +5,12 @@ table `options` of the same section. titanlite calls it on every rank, and the c
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 # One row of a batch: its ids, or a tuple of its ids, its loss mask and the ends of its documents; the last two may be None or
 # left out. ids: 1 to seq_len + 1 integers, as a list, an array or a tensor; the labels are the ids, one position on, and a
@@ -92,4 +94,49 @@ class Stream(Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Goes on from a state, before `__iter__` is called."""
+        ...
+
+
+class Metric(Protocol):
+    """`metrics.extra`: numbers for each report.
+
+    def metric(model, microbatch, **options) -> dict[str, float | tuple[float, float]]
+
+    Every rank calls it at reports, after validation, without gradients and dropout. NAME is reported as extra/NAME: the sum
+    over ranks divided by the count over ranks, null where that is not finite. A pair (sum, count) gives the mean of what was
+    counted, on every mesh the same where all that a name counts has as many copies; a number is the pair (number, 1).
+    """
+
+    def __call__(self, model: "nn.Module", microbatch: object) -> "dict[str, float | tuple[float, float]]":
+        """model: a Decoder of models/decoder.py with this rank's shards; of a pipeline, its stages, which must not be called.
+
+        microbatch: this rank's part of the step's last one: inputs (batch, seq) int64, labels (batch, seq) int64 with -100
+        where there are none, and seq, so that model(microbatch.inputs, microbatch.seq) is the forward pass. All ranks call the
+        model, or none: FSDP gathers its parameters from all of them.
+        """
+        ...
+
+
+class Hooks(Protocol):
+    """`hooks.modules`: a module with any of these functions, without `self`.
+
+    Every rank calls them at the same points, so they may use collectives. An exception ends the run. Code that moves weights is
+    part of what is computed: it must do the same on every mesh, and may keep no state, which no checkpoint has. `titanlite
+    replay` and `verify` call the first two.
+    """
+
+    def after_building(self, model: "nn.Module", config: object) -> None:
+        """Once, when the model is sharded and has the weights that the run begins with. config: a Config of the schema."""
+        ...
+
+    def after_step(self, step: int, model: "nn.Module", optimizer: "Optimizer") -> None:
+        """After each optimizer step, also one that was skipped. Gradients are cleared. step: counted from 1."""
+        ...
+
+    def at_report(self, step: int, values: dict[str, Any]) -> "dict[str, float | tuple[float, float]] | None":
+        """At each report, of whose values it gets a copy; may return more numbers, as a `Metric`."""
+        ...
+
+    def at_save(self, step: int, folder: Path) -> None:
+        """After a checkpoint was handed to the disk. folder: its final path; with checkpoint.async_mode it appears later."""
         ...

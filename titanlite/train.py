@@ -43,12 +43,14 @@ from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import Incidents, StepRecord, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
+from titanlite.loop.own_code import OwnCode
 from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore, stream_at
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.balance import load as expert_load
 from titanlite.optim.balance import routing
+from titanlite.optim.ema import ema_of
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
@@ -91,7 +93,7 @@ def train(
     if config.checkpoint.enable:
         try_out(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
-    stop = Stop(config.job.time_limit_minutes)
+    stop, own_code = Stop(config.job.time_limit_minutes), OwnCode(config)
     with_own = saver.group if saver else None  # a group that keeps its timeout
     longer_than_a_step = functools.partial(process.longer_than_a_step, config.comm, with_own)
     process.set_timeout(config.comm.init_timeout_seconds, with_own)
@@ -103,6 +105,7 @@ def train(
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
     progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0's counts, which commits
+    own_code.call("after_building", model, config)
     facts = derived_values(setting, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)
@@ -116,7 +119,7 @@ def train(
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
-        record |= {"own_source": source_of_parts(config), "teacher": digest_of_teacher(config)}
+        record |= {"own_source": source_of_parts(config, metrics=True), "teacher": digest_of_teacher(config)}
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
@@ -150,6 +153,7 @@ def train(
                 warn_of_unused(model)
             with clock.phase(step, "optimizer step"):
                 norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale, loss.labels)
+                own_code.call("after_step", step, model, optimizer)
             if not last:
                 with clock.phase(step, "reading data"):  # while the device works on this step
                     batches.prepare()
@@ -180,7 +184,7 @@ def train(
         if validation and validating:
             with contextlib.nullcontext() if validated else longer_than_a_step():  # the first time compiles
                 with clock.phase(step, "validation"):
-                    measured = validate(model, validation, config, mesh, device)
+                    measured = validate(model, validation, config, mesh, device, ema_of(optimizer))
                 if tokenizer:
                     with clock.phase(step, "writing samples"):
                         reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
@@ -191,6 +195,7 @@ def train(
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
             values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}
             values |= {"peak_memory_gib": largest_peak_gib(device)}
+            values |= own_code.values(step, values, model, batch)
             reporter.report(step, values)
             reporter.routing(step, routing(model))
             log.info(console_line(step, training.steps, values))
@@ -199,6 +204,7 @@ def train(
             with clock.phase(step, "saving"):  # for as long as training waits
                 progress = progress._replace(stream=stream_at(batches.state, progress.samples, mesh))
                 saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress))
+                own_code.call("at_save", step, step_folder(saves, step))
         elif saver:
             saver.poll()
         if step == first:
@@ -300,8 +306,8 @@ def main(config: Config | None = None) -> None:
         if on_device.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         family = family_of(config.model)
-        hashes = {name: module["hash"] for name, module in (source_of(family.module) | source_of_parts(on_device)).items()}
-        hashes |= {"teacher": digest_of_teacher(on_device)}
+        sources = source_of(family.module) | source_of_parts(on_device, metrics=True)
+        hashes = {name: module["hash"] for name, module in sources.items()} | {"teacher": digest_of_teacher(on_device)}
         settled = config.settled(Hardware(cuda, world))
         device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for

@@ -52,6 +52,7 @@ RESUMED: dict[str, tuple[Degrees, dict[str, Any]]] = {
     "float16, tp 2": (TP, {"training": {"mixed_precision_param": "float16"}}),
     "float8 gather, shard 2": (SHARD, FLOAT8),
     "adapters, 2 x 2": (TWO_BY_TWO, LORA),
+    "an EMA, 2 x 2": (TWO_BY_TWO, {"optimizer": {"ema_decay": 0.9}}),
     "split experts": (SPLIT, MOE),
     "stages that draw random numbers": (STAGES, DROPOUT),
     "split experts, 2 x 2": (WIDE, MOE),

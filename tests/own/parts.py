@@ -70,3 +70,35 @@ class Walks(IterableDataset):
     @staticmethod
     def reshard(states, degree):
         return [{"rows": sum(state["rows"] for state in states) // degree}] * degree
+
+
+def mean_square(model, microbatch):
+    """The mean square of each weight matrix. A rank sums its own shards."""
+    sums = {}
+    for name, p in model.named_parameters():
+        if p.ndim >= 2:
+            shard = (p.to_local() if hasattr(p, "to_local") else p).float()
+            sums[f"mean_square/{name}"] = shard.square().sum().item(), shard.numel()
+    return sums
+
+
+def logit_entropy(model, microbatch, rows: int = 1):
+    """The mean entropy of the predictions, in nats, of the first rows of the microbatch."""
+    if model.pipeline is not None:
+        return {}  # a stage cannot run alone
+    hidden = model(microbatch.inputs, microbatch.seq)
+    logs = model.head(hidden[:rows]).float().log_softmax(dim=-1)
+    entropies = -(logs.exp() * logs).sum(dim=-1)
+    return {"logit_entropy": (entropies.sum().item(), entropies.numel())}
+
+
+def after_step(step, model, optimizer):
+    """Keeps the weights of all norms at 0.5 or more."""
+    for name, p in model.named_parameters():
+        if name.endswith("norm.weight"):
+            p.data.clamp_(min=0.5)
+
+
+def at_report(step, values):
+    """How many tokens a day of this speed has."""
+    return {"tokens_per_day": values["tokens_per_second"] * 24 * 3600}

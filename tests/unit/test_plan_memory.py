@@ -27,6 +27,7 @@ CASES = {
     "Muon": Case(SHARD, others=MUON),
     "bfloat16": Case(BOTH, training=NARROW),
     "bfloat16 with remainders": Case(SHARD, training=NARROW, others={"optimizer": {"rounding": "compensated"}}),
+    "an EMA": Case(SHARD, others={"optimizer": {"ema_decay": 0.9}}),
     "whole gradients": Case(BOTH, accumulation=2, parallelism=LATE),
     "split experts, whole gradients": experts({"dp_shard": 4, "ep": 4}, reduce_every_microbatch=False),
     "tp 2, whole experts": experts({"dp_shard": 2, "tp": 2}),
@@ -35,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["whole gradients", "tp 2, split experts"], CASES))
+@pytest.mark.parametrize("name", slow_but(["an EMA", "whole gradients", "tp 2, split experts"], CASES))
 def test_arithmetic_agrees_with_the_prediction_that_is_measured(name):
     config, ranks = CASES[name].config(), CASES[name].ranks
     measured = sum(predict(config, ranks, "cpu").memory[:3])

@@ -82,6 +82,7 @@ MORE: dict[str, dict[str, str]] = {
     "float8.filter_fqns": {"float8.filter_fqns": '["layers.0.*"]'},
     "optimizer.decay_parameters": {"optimizer.decay_parameters": '"wq"'},
     "optimizer.eps": {"optimizer.eps": "0.1"},
+    "optimizer.ema_decay": {"optimizer.ema_decay": "0.9", "validation.enable": "true"},
     "checkpoint.interval": {"checkpoint.interval": "3"},
     "checkpoint.keep_every_n_steps": {"checkpoint.keep_every_n_steps": "2", "checkpoint.keep_latest_k": "1"},
     "checkpoint.keep_latest_k": {"checkpoint.keep_latest_k": "1"},

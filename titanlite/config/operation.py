@@ -1,8 +1,8 @@
-"""The sections of the schema that keep and watch what a run computes: a resume may change them."""
+"""The sections of the schema that keep and watch what a run computes: a resume may change them, but for hooks."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from titanlite.config import bounds
 from titanlite.config.effects import ALWAYS, CUDA, RANKS, EffectiveWhen
@@ -84,11 +84,24 @@ class Metrics(Section):
     """Write TensorBoard event files besides metrics.jsonl, which is always written."""
     save_tb_folder: Annotated[bounds.Text, EffectiveWhen("metrics.enable_tensorboard = true")] = "tb"
     """Folder of the TensorBoard files, inside job.dump_folder."""
+    extra: Annotated[list[bounds.OwnPart], ALWAYS] = []
+    """Functions of your own, "package.module:name", each of which adds numbers to every report as extra/NAME
+    (docs/guides/own_parts.md)."""
+    extra_options: Annotated[dict[str, dict[str, JsonValue]], EffectiveWhen("metrics.extra is set")] = {}
+    """Their keyword arguments, a table for each function: [metrics.extra_options.NAME]."""
     spike_window: Annotated[int, Field(ge=0, le=10**6), ALWAYS] = 100
     """Each loss is compared with the median of this many previous ones. 0: spikes are not detected."""
     spike_threshold: Annotated[bounds.Positive, EffectiveWhen("metrics.spike_window > 0")] = 10.0
     """A loss is a spike if it exceeds that median by more than this many standard deviations, estimated from the median
     absolute deviation. Spikes are reported with their sample numbers."""
+
+
+class Hooks(Section):
+    """Code of your own at points of the training loop."""
+
+    modules: Annotated[list[bounds.Name], ALWAYS] = []
+    """Modules of your own, "package.module", with any of the functions after_building, after_step, at_report and at_save, which
+    every rank calls (docs/guides/own_parts.md). Their code can change what is trained, so a resume compares it."""
 
 
 class Profiling(Section):

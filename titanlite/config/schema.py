@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue
 
 from titanlite.config import bounds, effects
 from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, ConfigLayer, EffectiveWhen, Hardware
-from titanlite.config.operation import Checkpoint, Comm, Job, Metrics, Profiling
+from titanlite.config.operation import Checkpoint, Comm, Hooks, Job, Metrics, Profiling
 from titanlite.config.tables import MAY_CHANGE, OnResume, Section, StrictModel
 
 _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
@@ -350,6 +350,10 @@ class Optimizer(Section):
     groups: Annotated[list[Group], ALWAYS] = []
     """Parameters with settings of their own, each entry a table: [[optimizer.groups]] with pattern, lr, weight_decay,
     frozen."""
+    ema_decay: Annotated[bounds.Beta, ALWAYS, MAY_CHANGE] = 0.0
+    """Decay of an exponential moving average (EMA) of the trained weights, such as 0.999. It is kept in float32 and in
+    checkpoints, and validation measures it too (docs/guides/long_runs.md). Update t uses (1 + t) / (10 + t) where that is
+    smaller. 0: no EMA."""
     implementation: Annotated[Literal["fused", "foreach", "for-loop"], ALWAYS, MAY_CHANGE] = "fused"
     """"fused": one kernel for all parameters. "foreach": one kernel per operation. "for-loop": one kernel per operation and
     parameter. The mathematics is the same. With training.dtype = "bfloat16", "fused" is one compiled kernel per parameter and
@@ -436,6 +440,7 @@ class Config(StrictModel):
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    hooks: Hooks = Hooks()
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
     validation: Validation = Validation()

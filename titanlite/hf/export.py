@@ -159,17 +159,18 @@ def export(
     assets: str = "",
     group: dist.ProcessGroup | None = None,
     named: str = "",
+    average: bool = False,
 ) -> list[Path]:
     """Atomically writes a checkpoint as a new folder in Hugging Face's format; returns its safetensors files.
 
     group: its ranks call this together, and each writes every n-th file; None: one process. shard_bytes: the largest size of a
-    file with more than one tensor. named: as for `Exported`. Raises UserError on all ranks for a damaged checkpoint, a model
-    that the format does not support, an existing output, or an error of the disk.
+    file with more than one tensor. named: as for `Exported`. average: as for `Stored`. Raises UserError on all ranks for a
+    damaged checkpoint, a model that the format does not support, an existing output, or an error of the disk.
     """
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     unfinished = unfinished_path(output)
     with together(group), reporting(output):
-        exported = Exported(Stored(source, rank, world), dtype, assets, named)
+        exported = Exported(Stored(source, rank, world, average), dtype, assets, named)
         items = items_of(exported.shapes, their_names(exported.family, exported.shapes), exported.dtype_of)
         if odd := [item for item in items if item.dtype not in _CODES]:
             lines = [f"{item.ours[0]}: is {item.dtype}, which the format does not support" for item in odd]

@@ -17,7 +17,7 @@ from titanlite.data import own, sources, tokenizer
 from titanlite.ground.errors import MachineFault, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
-from titanlite.loop import distillation, divergence, loss, resume
+from titanlite.loop import distillation, divergence, loss, own_code, resume
 from titanlite.optim import balance, build, lr_schedule, state
 from titanlite.parallel import mesh, pipeline
 from titanlite.parallel.parallelize import STEPS
@@ -63,6 +63,7 @@ CHECKS = (
     Check("checkpoints", lambda s: folder.faults(s.config), ("run folder",)),
     Check("resume", lambda s: resume.faults(s.config), ("run folder",)),
     Check("incidents", lambda s: divergence.faults(s.config), ("run folder",)),
+    Check("own code", lambda s: own_code.faults(s.config)),
     Check("schedule", lambda s: lr_schedule.faults(s.config)),
     Check("optimizer", lambda s: build.faults(s.config)),
     Check("mesh", lambda s: mesh.faults(s.config, s.ranks)),

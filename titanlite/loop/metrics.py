@@ -267,6 +267,7 @@ _CONSOLE = {
     "data_wait_fraction": "data wait {:.1%}",
     "validation_loss": "validation loss {:.4f}",
     "validation_bits_per_byte": "{:.4f} bits a byte",
+    "validation_loss_ema": "of the EMA {:.4f}",
     "mfu_causal": "MFU {:.1%} causal",
     "mfu_palm": "MFU {:.1%} PaLM",
     "peak_memory_gib": "memory {:.2f} GiB",

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.tensors import model_tensors
+from titanlite.checkpoint.tensors import AVERAGES, model_tensors
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.operation import Checkpoint
 from titanlite.config.read import SECTIONS, suggest
@@ -36,6 +36,7 @@ from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
+from titanlite.optim import ema
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import run_tensors
@@ -170,6 +171,8 @@ def restore(
         return progress if own else progress._replace(run=""), schedule
     if cfg.initial_load_path:
         _load_initial_weights(run, source, model)
+        tensors = run_tensors(model, optimizer, loss_scale)
+        ema.begin_again(tensors, tensors)
         log.info("weights read from %s", source)
     elif run.config.lora.enable:
         # no error: speed, memory and the comparisons of `titanlite verify` do not depend on the weights
@@ -214,7 +217,14 @@ def load_run(
     exclude = run.config.checkpoint.exclude_from_loading
     if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
         exclude = []  # the run that wrote the checkpoint excluded the same tensors, and has trained them since
+    then = found.numbers["config"].get("optimizer", {}).get("ema_decay", 0.0)
+    now = run.config.optimizer.ema_decay
+    if bool(then) != bool(now):
+        what = "its EMA is dropped" if then else "it has no EMA, which begins with its weights"
+        log.info("optimizer.ema_decay = %g, was %g in %s: %s", now, then, source, what)
+        exclude = [*exclude, f"{AVERAGES}*"]
     load.load_tensors(source, found, tensors, exclude, elsewhere=elsewhere)
+    ema.begin_again(tensors, [name for name in tensors if _matches(name, exclude)])
     return progress, schedule
 
 

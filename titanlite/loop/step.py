@@ -14,7 +14,7 @@ from titanlite.data.batch import Batch
 from titanlite.ground.errors import at, phase
 from titanlite.loop.distillation import load_teacher
 from titanlite.loop.loss import StepLoss, arranged, count_labels, summed_loss
-from titanlite.optim import balance
+from titanlite.optim import balance, ema
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.fsdp import DEFERRED, GradientSync, choose_reductions
@@ -48,6 +48,7 @@ def begin_training(
         balance.balance_experts(model, config, batch, sequence_mesh(mesh), mesh["tp"], together)
     at(0, "creating the optimizer state")
     optimizer = build_optimizer(model, config.optimizer, DTYPES[precision], group=stage_group(mesh))
+    ema.attach(optimizer, config.optimizer.ema_decay)
     loss_scale = LossScale(device) if precision == "float16" else None
     if loss_scale is not None and isinstance(model.head, Head):
         model.head.scale = loss_scale.scale  # updated in place
@@ -108,6 +109,8 @@ def update(
         optimizer.found_inf = skipped  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
     if fused or labels is None or labels.item():
         optimizer.step()
+    if average := ema.ema_of(optimizer):
+        average.update(skipped)
     balance.move_biases(model, skipped)
     float8.measure_weights(model)
     if loss_scale is not None:

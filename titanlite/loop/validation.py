@@ -13,15 +13,25 @@ from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import PADDING, Data
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.loop.loss import summed_losses
+from titanlite.optim.ema import Ema
 from titanlite.parallel.mesh import DATA_DIMENSIONS, LOSS_DIMENSIONS, data_degree, data_rank, sum_over
 
 
-def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float | None]:
+def validate(
+    model: Decoder,
+    data: Data,
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+    average: Ema | None = None,
+    kind: str = "",
+) -> dict[str, float | None]:
     """One pass over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte,
     None without labels, or without text behind them.
 
     Several sources have their own values, such as validation_loss/web; values without a name are over all labels. All ranks
     make the same number of forward passes; after the last sample they get padding, whose labels do not count.
+    average: measured in a second pass, as validation_loss_ema. kind: follows "validation_loss" in names.
     """
     from titanlite.parallel.fsdp import evaluating  # not at the top: a check needs no FSDP
 
@@ -39,10 +49,13 @@ def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, devic
                     total += torch.stack([loss.double(), counted.sum().double(), text.sum().double()])
     losses, counts = sum_over(LOSS_DIMENSIONS, sums[:, :1].clone(), mesh), sum_over(DATA_DIMENSIONS, sums[:, 1:].clone(), mesh)
     sums = torch.cat([losses, counts], dim=1).cpu()
-    values = _figures("", sums.sum(0))
+    values = _figures(kind, sums.sum(0))
     if len(data.sources) > 1:
         for each, total in zip(data.sources, sums, strict=True):
-            values |= _figures(f"/{each.name}", total)
+            values |= _figures(f"{kind}/{each.name}", total)
+    if average:
+        with average.in_place(model):
+            values |= validate(model, data, config, mesh, device, kind="_ema")
     return values
 
 

@@ -24,6 +24,7 @@ from titanlite.data.batch import Batch
 from titanlite.ground.torch_private import FakeStore, FakeTensorMode, tree_leaves
 from titanlite.loop.distillation import build_teacher
 from titanlite.loop.step import forward_backward, update
+from titanlite.optim import ema
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.parallelize import parallelize
@@ -157,6 +158,7 @@ def measure_update(setup: Setup, layers: Sequence[str]) -> Update:
         _materialize(model)
         compute = DTYPES[config.training.mixed_precision_param]
         optimizer = build_optimizer(model, config.optimizer, compute, compiler=_without_kernel)
+        ema.attach(optimizer, config.optimizer.ema_decay)
         tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
         allocations = Allocations()
         for _ in range(2):  # the second is measured: in the first, DTensor derives placements on whole tensors of its own

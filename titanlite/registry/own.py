@@ -36,7 +36,8 @@ def parts_of(config: Config) -> dict[str, str]:
     for section in ("training", "validation"):
         sources = enumerate(getattr(config, section).sources, 1)
         values |= {f"{section}.sources, entry {number}: path": source.path for number, source in sources}
-    return {key: name for key, name in values.items() if is_part(name)}
+    hooks = {f"hooks.modules, entry {number}": name for number, name in enumerate(config.hooks.modules, 1)}
+    return {key: name for key, name in values.items() if is_part(name)} | hooks
 
 
 def is_part(name: str) -> bool:
@@ -44,10 +45,14 @@ def is_part(name: str) -> bool:
     return bounds.PART.fullmatch(name) is not None and not name.startswith("hub:")
 
 
-def source_of_parts(config: Config) -> ModelSource:
-    """The source code of a run's parts: their modules and what these import, as for a model. Raises UserError."""
+def source_of_parts(config: Config, metrics: bool = False) -> ModelSource:
+    """The source code of a run's parts: their modules and what these import, as for a model. Raises UserError.
+
+    metrics: those of metrics.extra too, which a resume may change.
+    """
+    extra = [("metrics.extra", name) for name in config.metrics.extra] if metrics else []
     found: ModelSource = {}
-    for key, name in parts_of(config).items():
+    for key, name in [*parts_of(config).items(), *extra]:
         found |= source_of(_module(key, name))
     return found
 
@@ -87,15 +92,17 @@ def with_options(
     options: dict[str, Any],
     named: Sequence[str] = (),
     classes: bool = False,
+    table: str = "",
 ) -> Callable[..., Any]:
     """The function that a key names, or a class where `classes`, with its options.
 
-    given: the names of the arguments that titanlite passes by position; named: of those by keyword.
+    given: the names of the arguments that titanlite passes by position; named: of those by keyword. table: of the options; by
+    default that of KEYS.
 
     The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
     """
     part = function_of(key, name, classes)
-    table, parameters = KEYS.get(key, key.replace(": path", ": options")), inspect.signature(part).parameters
+    table, parameters = table or KEYS.get(key, key.replace(": path", ": options")), inspect.signature(part).parameters
     passed = [*named, *[each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]]
     own = {each: one for each, one in parameters.items() if one.kind in _BY_KEYWORD and each not in passed}
     hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -142,6 +149,7 @@ def token_loss(config: Config) -> Callable[..., Any] | None:
 
 def place(part: Callable[..., Any]) -> str:
     """File and line of a function or a class."""
+    part = part.func if isinstance(part, functools.partial) else part
     with contextlib.suppress(OSError, TypeError):  # what has no source
         return f"{inspect.getsourcefile(inspect.unwrap(part))}, line {inspect.getsourcelines(part)[1]}"
     return repr(part)

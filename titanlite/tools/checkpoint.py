@@ -7,6 +7,7 @@ DIR is a run directory, a folder of checkpoints, or one checkpoint, such as outp
     show     prints the numbers and configuration of the newest one, and the name, shape and dtype of every tensor
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -52,6 +53,11 @@ def _folders_in(folder: Path) -> Iterator[Path]:
     stored = folder / CONFIG
     if stored.is_file():
         yield folder / read_config(stored, []).checkpoint.folder
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """--weights, for commands that take the weights of a checkpoint."""
+    parser.add_argument("--weights", choices=["model", "ema"], default="model", help="ema: their average (optimizer.ema_decay)")
 
 
 def list_all(sources: list[Path]) -> int:

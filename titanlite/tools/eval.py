@@ -1,11 +1,13 @@
 """titanlite eval DIR --tasks hellaswag,arc_easy [--include-path DIR] [--num-fewshot N] [--limit N] [--batch-size 8]
                [--max-length N] [--output FILE.json] [--tp 1] [--dtype bfloat16] [--tokenizer DIR] [--model NAME]
+               [--weights ema]
 
 Evaluates the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format on tasks of EleutherAI's
 lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of results, and writes all results to --output. DIR, or
 --checkpoint DIR, is the folder of any of them. --include-path names a folder with your own tasks. --max-length limits the
 tokens that the model reads at once (default: the sequence length of training, or max_position_embeddings of config.json).
 --model names the module of the model, if that is no family of models/, or if config.json does not decide it.
+--weights ema takes the average of the weights that optimizer.ema_decay keeps.
 """
 
 import argparse
@@ -20,8 +22,7 @@ import torch
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file
 from titanlite.launch.local_ranks import on_ranks
-from titanlite.tools.generate import inference_parser, model_source
-from titanlite.tools.open_model import open_model
+from titanlite.tools.generate import inference_parser, model_source, open_as
 from titanlite.tools.options import TOKENS, WholeNumber, existing_folder, new_path, nonempty
 
 
@@ -74,7 +75,7 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
 
     from titanlite.tools.harness import Harness
 
-    opened = open_model(source, device, options.dtype, str(options.tokenizer or ""), options.model or "")
+    opened = open_as(options, source, device)
     model = Harness(opened, options.max_length or opened.seq_len, options.batch_size)
     quiet = contextlib.redirect_stderr(open(os.devnull, "w")) if torch.distributed.get_rank() else contextlib.nullcontext()
     with quiet:

@@ -1,16 +1,17 @@
 """titanlite export-hf --checkpoint DIR --output DIR [--dtype bfloat16] [--assets DIR] [--shard-gib 5]
-                   [--model NAME]
+                   [--model NAME] [--weights ema]
 
 Writes the weights of a checkpoint in Hugging Face's format: safetensors files, config.json, generation_config.json and the
 tokenizer. transformers' AutoModelForCausalLM.from_pretrained reads that folder. One tensor at a time is in memory.
 
 DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints, of which the newest is exported.
+--weights ema takes the average of the weights that optimizer.ema_decay keeps.
 """
 
 import argparse
 
 from titanlite.hf.export import export
-from titanlite.tools.checkpoint import checkpoints
+from titanlite.tools.checkpoint import add_weights, checkpoints
 from titanlite.tools.options import Real, command_parser, existing_folder, new_path, nonempty
 from titanlite.transforms.dtypes import DTYPES
 
@@ -22,7 +23,8 @@ def main() -> None:
     options = parser.parse_args()
     source = checkpoints(options.checkpoint)[-1]
     dtype, shard = DTYPES.get(options.dtype), int(options.shard_gib * 2**30)
-    files = export(source, options.output, dtype, shard, str(options.assets or ""), named=options.model or "")
+    assets, average = str(options.assets or ""), options.weights == "ema"
+    files = export(source, options.output, dtype, shard, assets, named=options.model or "", average=average)
     size = sum(file.stat().st_size for file in files)
     print(f"{source} -> {options.output}: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**30:.2f} GiB")
 
@@ -36,4 +38,5 @@ def export_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     add("--assets", type=existing_folder, help="folder of the tokenizer, if it has moved")
     add("--dtype", choices=list(DTYPES), help="of the weights (default: as stored)")
     add("--model", type=nonempty, help="module of the model, if it is no family of models/")
+    add_weights(parser)
     return parser

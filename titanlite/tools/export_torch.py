@@ -1,9 +1,10 @@
-"""titanlite export-torch --checkpoint DIR --output FILE.pt [--dtype bfloat16] [--assets DIR] [--model NAME]
+"""titanlite export-torch --checkpoint DIR --output FILE.pt [--dtype bfloat16] [--assets DIR] [--model NAME] [--weights ema]
 
 Writes the weights of a checkpoint into one file: {our parameter name: tensor}, as the model's load_state_dict takes it. Read it
 with torch.load(FILE, weights_only=True). All weights are in memory at once; export-hf needs memory for one tensor.
 
 DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints, of which the newest is exported.
+--weights ema takes the average of the weights that optimizer.ema_decay keeps.
 """
 
 import torch
@@ -24,7 +25,8 @@ def main() -> None:
     unfinished = start_output(options.output)
     with reporting(options.output):
         source = checkpoints(options.checkpoint)[-1]
-        exported = Exported(Stored(source), DTYPES.get(options.dtype), str(options.assets or ""), options.model or "")
+        stored = Stored(source, average=options.weights == "ema")
+        exported = Exported(stored, DTYPES.get(options.dtype), str(options.assets or ""), options.model or "")
         tensors = {name: exported.read_tensor(name) for name in exported.shapes}
         # load_state_dict wants a tied parameter under each of its names; the file holds it once
         tensors |= {name: tensors[first] for name, first in tied_names(exported.model).items()}

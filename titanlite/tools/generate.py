@@ -1,11 +1,13 @@
 """titanlite generate DIR --prompt "..." [--prompt "..."] [--max-new-tokens 128] [--temperature 1.0] [--top-k 0]
                    [--top-p 1.0] [--seed 0] [--tp 1] [--dtype bfloat16] [--tokenizer DIR] [--model NAME]
+                   [--weights ema]
 
 Continues each prompt with the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format, and prints
 prompt and continuation. DIR, or --checkpoint DIR, is the folder of any of them. Sampling is seeded per prompt, by --seed and
 the number of the prompt. --temperature 0 takes the most likely token each time. --tp N splits the model over N GPUs, or
 processes. The defaults of --dtype and --tokenizer are those of the run or folder. --model names the module of the model, if
 that is no family of models/, or if config.json does not decide it.
+--weights ema takes the average of the weights that optimizer.ema_decay keeps.
 """
 
 import argparse
@@ -13,13 +15,14 @@ from pathlib import Path
 
 import torch
 
+from titanlite.checkpoint.whole import no_average
 from titanlite.ground.errors import UserError
 from titanlite.hf.folder import find_weights
 from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.registry.limits import no_generation
-from titanlite.tools.checkpoint import checkpoints
-from titanlite.tools.open_model import family_at, is_hf_folder, open_model
+from titanlite.tools.checkpoint import add_weights, checkpoints
+from titanlite.tools.open_model import LoadedModel, family_at, is_hf_folder, open_model
 from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, WholeNumber, command_parser, existing_folder, nonempty
 from titanlite.transforms.dtypes import DTYPES
 
@@ -42,6 +45,7 @@ def inference_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tp", type=LOCAL_RANKS, default=1)
     parser.add_argument("--dtype", choices=list(DTYPES))
     parser.add_argument("--tokenizer", type=existing_folder)
+    add_weights(parser)
     return parser
 
 
@@ -56,8 +60,16 @@ def model_source(options: argparse.Namespace) -> Path:
     if reason := no_generation(family.limits):
         raise UserError(f"{source}: {family.module.__name__} cannot generate or score: it {reason}")
     if is_hf_folder(source):
+        if options.weights == "ema":
+            raise no_average(source)
         find_weights(folder, family, family.on_meta())
     return source
+
+
+def open_as(options: argparse.Namespace, source: Path, device: torch.device) -> LoadedModel:
+    """The model of `model_source`, as the options of `inference_parser` say."""
+    average = options.weights == "ema"
+    return open_model(source, device, options.dtype, str(options.tokenizer or ""), options.model or "", average)
 
 
 def _parse() -> argparse.Namespace:
@@ -76,6 +88,6 @@ def _parse() -> argparse.Namespace:
 
 def _continuations(device: torch.device, source: Path, options: argparse.Namespace) -> list[str]:
     """Each prompt with its continuation."""
-    opened = open_model(source, device, options.dtype, str(options.tokenizer or ""), options.model or "")
+    opened = open_as(options, source, device)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     return continue_texts(opened.model, opened.tokenizer, options.prompt, options.max_new_tokens, sampling, opened.tp)

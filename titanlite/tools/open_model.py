@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from models.decoder import Decoder
 from titanlite.checkpoint import load, manifest
-from titanlite.checkpoint.tensors import model_tensors
+from titanlite.checkpoint.tensors import AVERAGE_UPDATES, AVERAGES, WEIGHTS, model_tensors
+from titanlite.checkpoint.whole import no_average
 from titanlite.config.read import stored_config
 from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokenizer
@@ -80,24 +81,31 @@ def _trusted_config(stored: manifest.Manifest, source: Path, model: str) -> Conf
 
 
 @phase("opening the model")
-def open_model(source: Path, device: torch.device, dtype: str | None = None, assets: str = "", name: str = "") -> LoadedModel:
+def open_model(
+    source: Path, device: torch.device, dtype: str | None = None, assets: str = "", name: str = "", average: bool = False
+) -> LoadedModel:
     """The model of a checkpoint, or of a folder in Hugging Face's format, split over all ranks by tensor parallelism.
 
     All ranks call this together, in a process group. dtype: None: the compute precision of the run, or the dtype of the stored
     weights. assets: the folder of a tokenizer; empty: the tokenizer of the run or folder. name: of the model's module, as the
-    user's command names it; empty: as a folder's model_type says, or the family of models/ that a checkpoint names. Raises
-    UserError for a damaged checkpoint or folder, and for a model whose dimensions have changed since.
+    user's command names it; empty: as a folder's model_type says, or the family of models/ that a checkpoint names. average:
+    take a checkpoint's EMA. Raises UserError for a damaged checkpoint or folder, and for a model whose dimensions have changed
+    since.
     """
     return (
         _open_folder(source, device, dtype, assets, name)
         if is_hf_folder(source)
-        else _open_checkpoint(source, device, dtype, assets, name)
+        else _open_checkpoint(source, device, dtype, assets, name, average)
     )
 
 
-def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, assets: str, name: str) -> LoadedModel:
+def _open_checkpoint(
+    source: Path, device: torch.device, dtype: str | None, assets: str, name: str, average: bool
+) -> LoadedModel:
     found = load.verified(source)
     config = _trusted_config(found, source, name)
+    if average and not config.optimizer.ema_decay:
+        raise no_average(source)
     cfg = config.model
     family = family_of(cfg)
     if changed := family.changes_since(found.numbers["architecture"]):
@@ -108,7 +116,10 @@ def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, asse
     tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
     precision = DTYPES[dtype or config.training.mixed_precision_param]
     model = build(family, config, device, precision, dist.get_world_size())
-    load.load_tensors(source, found, model_tensors(model), prefix="model.")
+    load.load_tensors(source, found, model_tensors(model), prefix=WEIGHTS)
+    if average:
+        averages = {f"{AVERAGES}{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        load.load_tensors(source, found, averages, [AVERAGE_UPDATES], AVERAGES)
     return LoadedModel(model.eval(), config.training.seq_len, tokenizer, dist.get_world_size())
 
 

@@ -24,6 +24,7 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.launch import process
 from titanlite.loop.divergence import Steps
+from titanlite.loop.own_code import OwnCode
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
@@ -122,13 +123,15 @@ def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
 
 def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: range) -> Iterator[tuple[int, Batch]]:
     """Takes these steps as the training loop does. Yields (step, batch) after each backward pass, before the update."""
-    training = run.config.training
+    training, own_code = run.config.training, OwnCode(run.config, metrics=False)
+    own_code.call("after_building", run.model, run.config)
     for number, local_batch in zip(numbers, batches, strict=False):
         process.seed_step(training.seed, number, rng_rank(run.mesh))
         batch = local_batch.to(run.device, non_blocking=True)
         loss = forward_backward(run.model, batch, run.mesh, run.loss_scale, GradientSync.of(run.config))
         yield number, batch
         norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale, loss.labels)
+        own_code.call("after_step", number, run.model, run.optimizer)
         run.steps.add(number, 0, loss, norm)
 
 

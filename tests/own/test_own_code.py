@@ -1,0 +1,206 @@
+"""metrics.extra and hooks.modules: on every mesh, what is refused, and the code as part of a run."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import WorkerFailure
+from tests.distributed.scenarios import CPU, config_of, first_microbatch, full_run, mesh_of, trajectory
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run, run_config, stored
+from tests.distributed.test_variants import STAGES
+from tests.own import watching
+from titanlite.config.schema import Config
+from titanlite.data.batch import Batch
+from titanlite.ground.errors import UserError
+from titanlite.loop.own_code import OwnCode, faults
+from titanlite.loop.step import build_model
+from titanlite.parallel.mesh import ranks_of
+from titanlite.registry.family import family_of
+from titanlite.registry.own import check_trust, source_of_parts
+
+METRICS = {
+    "extra": ["tests.own.parts:mean_square", "tests.own.parts:logit_entropy"],
+    "extra_options": {"logit_entropy": {"rows": 8}},
+}
+
+
+def with_own_code(metrics: dict[str, Any] | None = None, hooks: list[str] | None = None) -> Config:
+    return config_of(ONE, metrics=metrics or {}, hooks={"modules": hooks or []})
+
+
+def watched_run(degrees: Degrees, folder: Path) -> list[str]:
+    """What the hooks of a run were called for, on each rank."""
+    config = run_config(
+        degrees,
+        folder,
+        4,
+        checkpoint={"interval": 2},
+        training={"local_batch_size": 4},
+        hooks={"modules": ["tests.own.watching"]},
+    )
+    full_run(degrees, config.model_copy(update={"metrics": config.metrics.model_copy(update={**METRICS, "log_freq": 2})}))
+    return watching.CALLS
+
+
+def test_metrics_and_hooks_work_on_every_mesh(pools, tmp_path):
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, degrees in {"one": ONE, "2 x 2": TWO_BY_TWO, "stages": STAGES}.items():
+        split = {**degrees} if name != "2 x 2" else TWO_BY_TWO
+        calls = pools[ranks_of(split)].run(f"{__name__}:watched_run", degrees=split, folder=tmp_path / name)
+        assert calls == [calls[0]] * ranks_of(split)
+        assert calls[0] == [
+            *("after_building True", "after_step 1", "at_report 1 True", "after_step 2", "at_report 2 True"),
+            *("at_save 2 step-00000002", "after_step 3", "after_step 4", "at_report 4 True", "at_save 4 step-00000004"),
+        ]
+        assert (stored(tmp_path / name, 4)["model.layers.0.ffn_norm.weight"] == 0.75).all()
+        found[name] = reports(tmp_path / name)
+        assert [report["extra/calls"] for report in found[name]] == [3, 5, 9]
+        assert all(report["extra/not_finite"] is None and report["extra/nothing"] is None for report in found[name])
+    for name in ("2 x 2", "stages"):
+        for report, expected in zip(found[name], found["one"], strict=True):
+            for key in [
+                key for key in expected if key.startswith("extra/mean") or (key == "extra/logit_entropy" and name == "2 x 2")
+            ]:
+                assert report[key] == pytest.approx(expected[key], rel=1e-5), (name, key)
+    assert "extra/mean_square/layers.1.ffn.w2.weight" in found["one"][0]
+    assert "extra/logit_entropy" not in found["stages"][0]  # no stage can run alone
+    assert 1 < found["one"][0]["extra/logit_entropy"] < 6.24  # log 512
+
+
+def test_a_run_with_metrics_trains_as_one_without(pools, tmp_path):
+    for folder, own in (("with", METRICS), ("without", {})):
+        config = run_config(TWO_BY_TWO, tmp_path / folder, 3)
+        config = config.model_copy(update={"metrics": config.metrics.model_copy(update=own)})
+        pools[4].run("tests.distributed.scenarios:full_run", degrees=TWO_BY_TWO, config=config)
+    found, plain = reports(tmp_path / "with"), reports(tmp_path / "without")
+    assert [(each["loss"], each["grad_norm"]) for each in found] == [(each["loss"], each["grad_norm"]) for each in plain]
+    assert not any(key.startswith("extra") for key in plain[0])
+
+
+def followed(config: Config) -> list[str]:
+    """What hooks are called for by `verify` and `replay`."""
+    trajectory({}, config)
+    return watching.CALLS
+
+
+def test_verify_and_replay_call_the_hooks_that_change_training(pools):
+    config = config_of(ONE, training={"steps": 2}, hooks={"modules": ["tests.own.watching"]})
+    (calls,) = pools[1].run(f"{__name__}:followed", config=config)
+    assert calls == ["after_building True", "after_step 1", "after_step 2"]
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.fixture
+def wrong(tmp_path, monkeypatch):
+    """Writes the module `wrong_code`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(text: str) -> None:
+        monkeypatch.delitem(sys.modules, "wrong_code", raising=False)
+        (tmp_path / "wrong_code.py").write_text(text)
+        importlib.invalidate_caches()
+
+    yield write
+    sys.modules.pop("wrong_code", None)
+
+
+HOOKS = {
+    "none": ("def report(step):\n    pass\n", r"has none of the functions after_building, .* \(.*wrong_code.py\)"),
+    "misspelt": (
+        "\ndef after_steps(step, model, optimizer):\n    pass\n",
+        r"after_steps is no hook; did you mean after_step.*line 2\)",
+    ),
+    "arguments": ("def at_save(step):\n    pass\n", r"at_save must take step, folder: too many .*wrong_code.py, line 1\)"),
+    "import fails": ("1 / 0\n", r"importing wrong_code failed \(.*wrong_code.py, line 1\)"),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_wrong_module_of_hooks_is_refused_before_the_start(name, wrong):
+    text, words = HOOKS[name]
+    wrong(text)
+    with pytest.raises(UserError, match=f'^hooks.modules = "wrong_code": {words}'):
+        raise UserError("\n".join(faults(with_own_code(hooks=["wrong_code"]))))
+
+
+SIGNATURES = {
+    "arguments": ("def f(model):\n    pass\n", {}, r'metrics.extra = "wrong_code:f": must take model, microbatch,.*line 1\)'),
+    "missing": ("def g(model, microbatch):\n    pass\n", {}, r'metrics.extra = "wrong_code:f": .*wrong_code.py has no f'),
+    "option": (
+        "def f(model, microbatch, rows=1):\n    pass\n",
+        {"f": {"row": 1}},
+        "metrics.extra_options.f.row: .* did you mean",
+    ),
+    "options of nothing": (
+        "def f(model, microbatch):\n    pass\n",
+        {"g": {}},
+        "metrics.extra_options.g: metrics.extra has no such",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_wrong_metric_is_refused_before_the_start(name, wrong):
+    text, options, words = SIGNATURES[name]
+    wrong(text)
+    with pytest.raises(UserError, match=f"^{words}"):
+        raise UserError("\n".join(faults(with_own_code({"extra": ["wrong_code:f"], "extra_options": options}))))
+
+
+RESULTS = {
+    "raises": ("return 1 / 0", r"fails \(.*wrong_code.py, line 2\): ZeroDivisionError"),
+    "a string": ("return 'high'", r"returns 'high'; must be a dict .*wrong_code.py, line 1\)"),
+    "a string inside": ("return {'loss': 'high'}", r"returns {'loss': 'high'}; must be .*line 1\)"),
+    "a triple": ("return {'loss': (1, 2, 3)}", r"returns .*; must be .*line 1\)"),
+    "a name of another one": ("return {'calls': 1.0}", 'returns "calls", as another function does'),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_wrong_result_is_one_message_with_file_and_line(name, wrong, group_of_one):
+    text, words = RESULTS[name]
+    config = with_own_code({"extra": ["wrong_code:f"]}, ["tests.own.watching"])
+    wrong(f"def f(model, microbatch):\n    {text}\n")
+    model = build_model(family_of(config.model), config, mesh_of(ONE), CPU)
+    part = first_microbatch(config, mesh_of(ONE))
+    batch = Batch(*(None if each is None else each[None] for each in part))
+    with pytest.raises(UserError, match=f'^metrics.extra = "wrong_code:f": {words}'):
+        OwnCode(config).values(1, {"loss": 1.0}, model, batch)
+
+
+def test_a_hook_that_raises_ends_the_run_with_its_place(wrong):
+    wrong("\ndef after_step(step, model, optimizer):\n    raise KeyError(step)\n")
+    with pytest.raises(
+        UserError, match=r'^hooks.modules = "wrong_code": after_step: fails \(.*wrong_code.py, line 3\): KeyError\(7\)'
+    ):
+        OwnCode(with_own_code(hooks=["wrong_code"])).call("after_step", 7, None, None)
+
+
+def test_two_metrics_of_one_name_are_refused(wrong):
+    wrong("def mean_square(model, microbatch):\n    pass\n")
+    (fault,) = faults(with_own_code({"extra": [METRICS["extra"][0], "wrong_code:mean_square"]}))
+    assert fault == 'metrics.extra: two functions have the name "mean_square"; rename one'
+
+
+# ------------------------------------------------------------------------------------------------------ code of the run
+
+
+def test_hooks_are_code_of_the_run_and_metrics_are_in_its_provenance_alone():
+    config = with_own_code({"extra": ["tests.own.parts:mean_square"]}, ["tests.own.watching"])
+    assert "tests.own.watching" in source_of_parts(config)
+    assert "tests.own.parts" not in source_of_parts(config)
+    assert {"tests.own.parts", "tests.own.watching"} <= source_of_parts(config, metrics=True).keys()
+    with pytest.raises(UserError, match=r"no code that a file names is run; .* --own tests.own.watching"):
+        check_trust(config, Path("run"), [])
+    check_trust(config, Path("run"), ["tests.own.watching"])
+
+
+def test_a_resume_with_other_hooks_is_refused(pools, tmp_path):
+    run(pools, ONE, tmp_path, 2)
+    with pytest.raises(WorkerFailure, match=r"hooks.modules = \['tests.own.watching'\], was \[\]"):
+        run(pools, ONE, tmp_path, 4, hooks={"modules": ["tests.own.watching"]})

@@ -1,0 +1,148 @@
+"""Code of the user's own beside the training loop: numbers for reports (`metrics.extra`) and hooks (`hooks.modules`).
+
+Every rank calls all of it at the same points, so it may use collectives.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
+
+from models.decoder import Decoder
+from titanlite.config.operation import Metrics
+from titanlite.config.read import suggest
+from titanlite.config.schema import Config
+from titanlite.data.batch import Batch
+from titanlite.ground.errors import UserError
+from titanlite.loop.loss import arranged
+from titanlite.registry.family import import_named, location_of
+from titanlite.registry.own import place, with_options
+
+EXTRA, HOOKS = "metrics.extra", "hooks.modules"
+# The hooks of a module, each with the arguments that titanlite passes; titanlite/interfaces.py says when.
+ARGUMENTS = {
+    "after_building": ("model", "config"),
+    "after_step": ("step", "model", "optimizer"),
+    "at_report": ("step", "values"),
+    "at_save": ("step", "folder"),
+}
+Pair = tuple[float, float]  # a sum, and the number of what was added
+_PAIRS = TypeAdapter(dict[str, Pair], config={"strict": True})
+
+
+class Part(NamedTuple):
+    """A function of the user's own."""
+
+    source: str  # its key and name, for messages
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self.function(*arguments)
+        except Exception as error:  # the user's function can raise anything
+            raise UserError(f"{self.source}: fails ({location_of(error)}): {error!r}") from error
+
+    def numbers(self, *arguments: Any) -> dict[str, Pair]:
+        """What it returns; each number is the pair (number, 1)."""
+        returned = self(*arguments)
+        found = {} if returned is None else returned
+        try:
+            return _PAIRS.validate_python({name: _pair(value) for name, value in found.items()})
+        except (AttributeError, ValidationError):
+            what = "a dict from names to numbers, or to pairs of a sum and a number"
+            raise UserError(f"{self.source}: returns {returned!r}; must be {what} ({place(self.function)})") from None
+
+
+def _pair(value: object) -> object:
+    return value if isinstance(value, tuple) else (value, 1)
+
+
+class OwnCode:
+    """The metrics and hooks of a run. Raises UserError where one is not as titanlite/interfaces.py says.
+
+    metrics: False where nothing is reported; their modules are then not imported.
+    """
+
+    def __init__(self, config: Config, metrics: bool = True):
+        self._metrics = _metrics_of(config.metrics) if metrics else []
+        self._hooks = [(name, part) for module in config.hooks.modules for name, part in _hooks_of(module).items()]
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Calls the hooks of this name, in the order of their modules."""
+        for name, part in self._hooks:
+            if name == hook:
+                part(*arguments)
+
+    def values(self, step: int, values: dict[str, Any], model: Decoder, batch: Batch) -> dict[str, float | None]:
+        """What metrics and `at_report` add to a report, as "extra/NAME"; all ranks together.
+
+        Sums and numbers are added over the ranks that return a name: so a mean over tokens or over values is that of the whole
+        batch or model on every mesh.
+        """
+        from titanlite.parallel.fsdp import evaluating  # not at the top: a check needs no FSDP
+
+        reporting = [part for name, part in self._hooks if name == "at_report"]
+        found = [(part, part.numbers(step, dict(values))) for part in reporting]
+        if self._metrics:
+            with evaluating(model):
+                microbatch = arranged(model, batch.microbatches()[-1])
+                found += [(part, part.numbers(model, microbatch)) for part in self._metrics]
+        elif not reporting:
+            return {}
+        mine: dict[str, Pair] = {}
+        for part, pairs in found:
+            if twice := sorted(mine.keys() & pairs):
+                raise UserError(f'{part.source}: returns "{twice[0]}", as another function does; rename one')
+            mine |= pairs
+        of_ranks: list[dict[str, Pair]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, mine)
+        totals: dict[str, Pair] = {}
+        for name, (total, count) in [each for pairs in of_ranks for each in pairs.items()]:
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = before[0] + total, before[1] + count
+        return {f"extra/{name}": total / count if count else None for name, (total, count) in totals.items()}
+
+
+def _metrics_of(cfg: Metrics) -> list[Part]:
+    """The functions of metrics.extra, with their options."""
+    names = [name.partition(":")[2] for name in cfg.extra]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f'{EXTRA}: two functions have the name "{twice[0]}"; rename one')
+    if unknown := [name for name in cfg.extra_options if name not in names]:
+        raise UserError(f"{EXTRA}_options.{unknown[0]}: {EXTRA} has no such function{suggest(unknown[0], names)}")
+    found = []
+    for name, short in zip(cfg.extra, names, strict=True):
+        options, table = cfg.extra_options.get(short, {}), f"{EXTRA}_options.{short}"
+        found.append(Part(f'{EXTRA} = "{name}"', with_options(EXTRA, name, ("model", "microbatch"), options, table)))
+    return found
+
+
+def _hooks_of(name: str) -> dict[str, Part]:
+    """The hooks of a module, by name. Raises UserError for a module without any, or with a function that is none."""
+    key = f'{HOOKS} = "{name}"'
+    module = import_named(key, name, "it must be importable from here")
+    own = {each: part for each, part in vars(module).items() if inspect.isfunction(part) and part.__module__ == module.__name__}
+    known = ", ".join(ARGUMENTS)
+    if misspelt := [each for each in own if each.startswith(("after_", "at_")) and each not in ARGUMENTS]:
+        hint = suggest(misspelt[0], list(ARGUMENTS))
+        raise UserError(f"{key}: {misspelt[0]} is no hook{hint}; hooks are {known} ({place(own[misspelt[0]])})")
+    if not own.keys() & ARGUMENTS:
+        raise UserError(f"{key}: has none of the functions {known} ({module.__file__})")
+    hooks = {each: Part(f"{key}: {each}", own[each]) for each in ARGUMENTS if each in own}
+    for each, part in hooks.items():
+        try:
+            inspect.signature(part.function).bind(*ARGUMENTS[each])
+        except TypeError as error:
+            takes = ", ".join(ARGUMENTS[each])
+            raise UserError(f"{part.source} must take {takes}: {error} ({place(part.function)})") from None
+    return hooks
+
+
+def faults(config: Config) -> Iterator[str]:
+    """Metrics and hooks that are not as titanlite/interfaces.py says."""
+    try:
+        OwnCode(config)
+    except UserError as error:
+        yield from str(error).splitlines()
