@@ -45,3 +45,23 @@ class TokenLoss(Protocol):
         Tokens without a label have the label 0; their losses are not counted. A token's loss may depend on its own row only.
         """
         ...
+
+
+class Optimizer(Protocol):
+    """`optimizer.name`: a class derived from `torch.optim.Optimizer`.
+
+    class Mine(torch.optim.Optimizer):
+        def __init__(self, params, lr, weight_decay=0.0, **options)
+
+    params: groups, each a dict with pairs (name, parameter) in "params", its "weight_decay" if the class takes one, and more.
+    lr and weight_decay belong into the defaults given to `torch.optim.Optimizer.__init__`; `group["lr"]` is set before each
+    step. On a mesh, parameters and gradients are DTensors. Gradients are float32, averaged and clipped.
+    """
+
+    def step(self, closure: None = None) -> None:
+        """Updates every parameter from its `grad`, which is never None.
+
+        `self.state[parameter]` holds all that lasts from step to step: tensors of the parameter's shape (`torch.zeros_like`),
+        or 0-d. The first step makes them, for all parameters.
+        """
+        ...

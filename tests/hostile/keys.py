@@ -42,6 +42,8 @@ OTHERS |= {
     "lr_scheduler.options": "{ power = 2.0 }",
     "training.loss": '"tests.own.parts:smoothed"',
     "training.loss_options": "{ share = 0.2 }",
+    "optimizer.name": '"tests.own.parts:Lion"',
+    "optimizer.options": "{ betas = [0.9, 0.98] }",
     "optimizer.groups": '[{ pattern = "layers.*", lr = 0.5 }]',
     "validation.sources": OTHERS["training.sources"],
     "compile.backend": '"eager"',

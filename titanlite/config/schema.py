@@ -24,6 +24,7 @@ _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
 _WITH_LORA, _WITH_FLOAT8 = EffectiveWhen("lora.enable = true"), EffectiveWhen("float8.enable = true")
 _WITH_COMPILE = EffectiveWhen("compile.enable = true")
 _WITH_FULL = EffectiveWhen('activation_checkpoint.mode = "full"')
+_WITH_BUILT_IN = EffectiveWhen('optimizer.name = "AdamW" or optimizer.name = "Adam" or optimizer.name = "Muon"')
 _WITH_MUON = EffectiveWhen('optimizer.name = "Muon"')
 _WITH_VALIDATION = EffectiveWhen("validation.enable = true")
 _WITH_VALIDATION_TEXT = _WITH_VALIDATION.and_when("validation.dataset_path is not set", "validation.sources is not set")
@@ -316,20 +317,23 @@ class Compile(Section):
 
 
 class Optimizer(Section):
-    """AdamW, Adam or Muon."""
+    """AdamW, Adam, Muon, or one of your own."""
 
-    name: Annotated[Literal["AdamW", "Adam", "Muon"], ALWAYS] = "AdamW"
+    name: Annotated[Literal["AdamW", "Adam", "Muon"] | bounds.OwnPart, ALWAYS] = "AdamW"
     """AdamW decouples weight decay from the gradient (Loshchilov & Hutter, arXiv:1711.05101). Adam adds the decay to the
     gradient and needs far smaller values of weight_decay than the default. Muon orthogonalizes the momentum of the blocks'
     matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters, also stacks of experts, to AdamW, with
-    the same lr: a matrix's update is scaled to the size of AdamW's."""
+    the same lr: a matrix's update is scaled to the size of AdamW's. "package.module:Class" is a class of your own, or of
+    PyTorch: "torch.optim:RAdam" (docs/guides/own_parts.md)."""
+    options: Annotated[dict[str, JsonValue], EffectiveWhen('optimizer.name has ":"')] = {}
+    """Keyword arguments of your own optimizer, as a table: [optimizer.options], or --optimizer.options.NAME VALUE."""
     lr: Annotated[bounds.Rate, ALWAYS] = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
-    beta1: Annotated[bounds.Beta, ALWAYS] = 0.9
+    beta1: Annotated[bounds.Beta, _WITH_BUILT_IN] = 0.9
     """Decay of the running mean of gradients."""
-    beta2: Annotated[bounds.Beta, ALWAYS] = 0.95
+    beta2: Annotated[bounds.Beta, _WITH_BUILT_IN] = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: Annotated[bounds.Epsilon, ALWAYS] = 1e-8
+    eps: Annotated[bounds.Epsilon, _WITH_BUILT_IN] = 1e-8
     """Added to the root of the second moment."""
     momentum: Annotated[bounds.Beta, _WITH_MUON] = 0.95
     """Muon's decay of the running mean of gradients."""
@@ -345,7 +349,7 @@ class Optimizer(Section):
     groups: Annotated[list[Group], ALWAYS] = []
     """Parameters with settings of their own, each entry a table: [[optimizer.groups]] with pattern, lr, weight_decay,
     frozen."""
-    implementation: Annotated[Literal["fused", "foreach", "for-loop"], ALWAYS, MAY_CHANGE] = "fused"
+    implementation: Annotated[Literal["fused", "foreach", "for-loop"], _WITH_BUILT_IN, MAY_CHANGE] = "fused"
     """"fused": one kernel for all parameters. "foreach": one kernel per operation. "for-loop": one kernel per operation and
     parameter. The mathematics is the same. With training.dtype = "bfloat16", "fused" is one compiled kernel per parameter and
     "foreach" does not exist."""

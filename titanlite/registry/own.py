@@ -4,14 +4,16 @@ As for a model's module, the user's own configuration or command names what is i
 and their source code belongs to the run: checkpoints and provenance.json hold it, a resume compares it.
 """
 
+import contextlib
 import functools
 import inspect
+import json
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from titanlite.config.read import allowed, suggest
 from titanlite.config.schema import Config, Training
@@ -20,7 +22,11 @@ from titanlite.registry.family import import_named
 from titanlite.registry.source import ModelSource, source_of
 
 # The keys that can name a part, each with the table of its options.
-KEYS = {"lr_scheduler.decay_type": "lr_scheduler.options", "training.loss": "training.loss_options"}
+KEYS = {
+    "lr_scheduler.decay_type": "lr_scheduler.options",
+    "training.loss": "training.loss_options",
+    "optimizer.name": "optimizer.options",
+}
 
 
 def parts_of(config: Config) -> dict[str, str]:
@@ -52,15 +58,20 @@ def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
         raise UserError(f"--own {unused[0]}: {source} names no such part; remove the option")
 
 
-def function_of(key: str, name: str) -> Callable[..., Any]:
-    """The function that a key names. Raises UserError that says what is wrong with the module or the name."""
+def part_of(key: str, name: str) -> Any:
+    """What a key names. Raises UserError that says what is wrong with the module or the name."""
     module, attribute = _module(key, name), name.partition(":")[2]
     if not hasattr(module, attribute):
         offered = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise UserError(f'{key} = "{name}": {module.__file__} has no {attribute}{suggest(attribute, offered)}')
-    part = getattr(module, attribute)
+    return getattr(module, attribute)
+
+
+def function_of(key: str, name: str) -> Callable[..., Any]:
+    """The function that a key names. Raises UserError that says what is wrong with the module or the name."""
+    part = part_of(key, name)
     if isinstance(part, type) or not callable(part):
-        raise UserError(f'{key} = "{name}": must be a function, and is {_kind(part)} ({module.__file__})')
+        raise UserError(f'{key} = "{name}": must be a function, and is {_kind(part)} ({_module(key, name).__file__})')
     return part
 
 
@@ -69,35 +80,57 @@ def with_options(key: str, name: str, given: Sequence[str], options: dict[str, A
 
     The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
     """
-    part = function_of(key, name)
-    table, parameters = KEYS[key], inspect.signature(part).parameters
-    positional = [each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]
-    own = {
-        each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in positional
-    }
-    hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    faults = []
-    for option, value in options.items():
-        if option not in own and not any_name:
-            known = suggest(option, list(own), f"{table}.") if own else "; it has none"
-            faults.append(f"{table}.{option}: {name} has no such option{known}")
-        elif option in hints:
-            try:
-                TypeAdapter(hints[option]).validate_python(value, strict=True)
-            except ValidationError as error:
-                faults.append(f"{table}.{option} = {value!r}: must be {allowed(list(error.errors()))}")
-    missing = [each for each, parameter in own.items() if parameter.default is parameter.empty and each not in options]
-    faults += [f"{table}: has no {each}, which {name} needs" for each in missing]
+    return bound(key, name, function_of(key, name), given, options)
+
+
+def bound(
+    key: str, name: str, part: Callable[..., Any], given: Sequence[str], options: dict[str, Any], ours: Collection[str] = ()
+) -> Callable[..., Any]:
+    """A function or class with its options, as `with_options`. ours: arguments that titanlite passes by keyword, from keys of
+    the same section that have their names."""
+    faults = list(_option_faults(key, name, part, given, options, ours))
     if not faults:
         try:
-            inspect.signature(part).bind(*given, **options)
+            inspect.signature(part).bind(*given, **options, **dict.fromkeys(ours))
         except TypeError as error:
-            faults.append(
-                f'{key} = "{name}": must take {", ".join(given)}, then its options by keyword: {error} ({place(part)})'
-            )
+            needed = ", ".join([*given, *ours])
+            faults.append(f'{key} = "{name}": must take {needed}, then its options by keyword: {error} ({place(part)})')
     if faults:
         raise UserError("\n".join(faults))
     return functools.partial(part, **options)
+
+
+def _option_faults(
+    key: str, name: str, part: Callable[..., Any], given: Sequence[str], options: dict[str, Any], ours: Collection[str]
+) -> Iterator[str]:
+    """Options that a part does not have, whose values its annotations do not allow, or that are missing."""
+    table, parameters = KEYS[key], inspect.signature(part).parameters
+    positional = [each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]
+    taken = {*positional, *ours}
+    own = {each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in taken}
+    hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    for option, value in options.items():
+        if option in ours:
+            yield f"{table}.{option}: set {key.split('.')[0]}.{option} instead"
+        elif option not in own and not any_name:
+            known = suggest(option, list(own), f"{table}.") if own else "; it has none"
+            yield f"{table}.{option}: {name} has no such option{known}"
+        elif option in hints and (wanted := _unlike(hints[option], value)):
+            yield f"{table}.{option} = {value!r}: must be {wanted}"
+    for each, parameter in own.items():
+        if parameter.default is parameter.empty and each not in options:
+            yield f"{table}: has no {each}, which {name} needs"
+
+
+def _unlike(hint: Any, value: Any) -> str:
+    """What an annotation allows, for a value of a TOML file that it does not allow; where it cannot be checked, ""."""
+    try:
+        TypeAdapter(hint).validate_json(json.dumps(value), strict=True)  # in JSON, and TOML, a list stands for a tuple too
+    except ValidationError as error:
+        return allowed(list(error.errors()))
+    except PydanticUserError:  # an annotation such as torch.Tensor
+        pass
+    return ""
 
 
 def token_loss(cfg: Training) -> Callable[..., Any] | None:
@@ -111,7 +144,11 @@ def token_loss(cfg: Training) -> Callable[..., Any] | None:
 
 
 def place(part: Callable[..., Any]) -> str:
-    """File and line of a function."""
+    """File and line of a function or class."""
+    if isinstance(part, type):
+        with contextlib.suppress(OSError, TypeError):  # a class whose module says that it is of another one
+            return f"{inspect.getsourcefile(part)}, line {inspect.getsourcelines(part)[1]}"
+        part = part.__init__  # type: ignore[misc]  # for its line only
     code = getattr(inspect.unwrap(part), "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(part)
 
@@ -130,8 +167,8 @@ def _kind(part: object) -> str:
 
 
 def _hints(part: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's arguments; none where they name what only a type checker imports."""
+    """The annotations of the arguments of a function or class; none where they name what only a type checker imports."""
     try:
-        return typing.get_type_hints(part)
+        return typing.get_type_hints(part.__init__ if isinstance(part, type) else part)  # type: ignore[misc]
     except (NameError, TypeError):
         return {}
