@@ -17,6 +17,7 @@ from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import named_state
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
+from titanlite.transforms.shards import local_part
 
 HERE = "tests.distributed.test_own_optimizer"
 LION: dict[str, Any] = {"name": "tests.own.parts:Lion", "options": {"betas": [0.9, 0.98]}}
@@ -73,6 +74,29 @@ def test_state_is_resharded_where_a_run_continues_on_another_mesh(pools, tmp_pat
     means = [name for name, tensor in before.items() if name.endswith(".mean") and tensor.any()]
     assert len(means) > 5
     assert [name for name in means if not torch.equal(after[name], before[name])] == []
+
+
+class KeepsItsShard(torch.optim.SGD):
+    """Its state is plain tensors, as large as the shard."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                local, grad = local_part(p), local_part(p.grad)
+                kept = self.state[p].setdefault("kept", torch.zeros_like(local))
+                local.sub_(kept.add_(grad), alpha=group["lr"])
+
+
+def test_plain_state_as_large_as_the_shard_is_that_of_the_whole_parameter(pools):
+    found = {}
+    for degrees in (ONE, TWO_BY_TWO):
+        config = configured(degrees, {"name": f"{HERE}:KeepsItsShard"}, DENSE)
+        found[str(degrees)] = pools[ranks_of(degrees)].run(f"{HERE}:three_steps", degrees=degrees, config=config)[0]
+    expected, sharded = found.values()
+    assert sharded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sharded[name], tensor, rtol=1e-6, atol=1e-8)
 
 
 class IgnoresTheShard(torch.optim.SGD):
