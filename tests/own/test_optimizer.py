@@ -11,6 +11,7 @@ from titanlite.optim.state import checkpoint_bytes
 from titanlite.plan.predict import predict
 from titanlite.registry.family import family_of
 from titanlite.registry.own import source_of_parts
+from titanlite.tools.verify import own_parts
 from titanlite.transforms.meta import on_meta
 
 HEAD = """import torch
@@ -136,6 +137,12 @@ def test_estimate_and_disk_check_count_the_state_that_the_class_makes():
     assert is_own(config.optimizer) and faults_of(config) == []
     assert checkpoint_bytes(model, config.optimizer) == 8 * values
     assert predict(config, 1).memory.moments == 4 * values
+
+
+def test_verify_says_where_the_class_stands_if_meshes_differ():
+    (line,) = own_parts(configured("tests.own.parts:Lion"))
+    assert line.startswith('optimizer.name = "tests.own.parts:Lion" (') and "parts.py, line 6)" in line
+    assert own_parts(config_of({})) == []
 
 
 def test_the_code_of_the_class_belongs_to_the_run():
