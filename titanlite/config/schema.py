@@ -325,8 +325,6 @@ class Optimizer(Section):
     matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters, also stacks of experts, to AdamW, with
     the same lr: a matrix's update is scaled to the size of AdamW's. "package.module:Class" is a class of your own, or of
     PyTorch: "torch.optim:RAdam" (docs/guides/own_parts.md)."""
-    options: Annotated[dict[str, JsonValue], EffectiveWhen('optimizer.name has ":"')] = {}
-    """Keyword arguments of your own optimizer, as a table: [optimizer.options], or --optimizer.options.NAME VALUE."""
     lr: Annotated[bounds.Rate, ALWAYS] = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
     beta1: Annotated[bounds.Beta, _WITH_BUILT_IN] = 0.9
@@ -341,6 +339,8 @@ class Optimizer(Section):
     """Muon adds the gradient once more to the running mean before it is orthogonalized."""
     ns_steps: Annotated[int, Field(ge=1, le=20), _WITH_MUON] = 5
     """Muon's Newton-Schulz iterations, in training.mixed_precision_param if that is float32, else in bfloat16."""
+    options: Annotated[dict[str, JsonValue], EffectiveWhen('optimizer.name has ":"')] = {}
+    """Keyword arguments of your own optimizer, as a table: [optimizer.options], or --optimizer.options.NAME VALUE."""
     weight_decay: Annotated[bounds.NonNegative, ALWAYS] = 0.1
     """Weight decay of the parameters that are decayed."""
     decay_parameters: Annotated[str, EffectiveWhen("optimizer.weight_decay > 0")] = ""
