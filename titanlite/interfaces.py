@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor, nn, optim
 
 # One row of a batch: its ids, or a tuple of its ids, its loss mask and the ends of its documents; the last two may be None or
 # left out. ids: 1 to seq_len + 1 integers, as a list, an array or a tensor; the labels are the ids, one position on, and a
@@ -129,7 +128,7 @@ class Hooks(Protocol):
         """Once, when the model is sharded and has the weights that the run begins with. config: a Config of the schema."""
         ...
 
-    def after_step(self, step: int, model: "nn.Module", optimizer: "Optimizer") -> None:
+    def after_step(self, step: int, model: "nn.Module", optimizer: "optim.Optimizer") -> None:
         """After each optimizer step, also one that was skipped. Gradients are cleared. step: counted from 1."""
         ...
 
@@ -139,4 +138,24 @@ class Hooks(Protocol):
 
     def at_save(self, step: int, folder: Path) -> None:
         """After a checkpoint was handed to the disk. folder: its final path; with checkpoint.async_mode it appears later."""
+        ...
+
+
+class Optimizer(Protocol):
+    """`optimizer.name`: a class derived from `torch.optim.Optimizer`.
+
+    class Mine(torch.optim.Optimizer):
+        def __init__(self, params, lr, weight_decay=0.0, **options)
+
+    params: groups, each a dict with pairs (name, parameter) in "params", its "weight_decay" if the class takes one, and more.
+    lr and weight_decay belong into the defaults given to `torch.optim.Optimizer.__init__`; `group["lr"]` is set before each
+    step. On a mesh, parameters and gradients are DTensors. Gradients are float32, averaged and clipped.
+    """
+
+    def step(self, closure: None = None) -> None:
+        """Updates every parameter from its `grad`, which is never None.
+
+        `self.state[parameter]` holds all that lasts from step to step: tensors of the parameter's shape (`torch.zeros_like`),
+        or 0-d. The first step makes them, for all parameters.
+        """
         ...

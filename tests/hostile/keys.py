@@ -49,6 +49,8 @@ OTHERS |= {
     "metrics.extra": '["tests.own.parts:logit_entropy"]',
     "metrics.extra_options": "{ logit_entropy = { rows = 2 } }",
     "hooks.modules": '["tests.own.parts"]',
+    "optimizer.name": '"tests.own.parts:Lion"',
+    "optimizer.options": "{ betas = [0.9, 0.98] }",
     "optimizer.groups": '[{ pattern = "layers.*", lr = 0.5 }]',
     "validation.sources": OTHERS["training.sources"],
     "compile.backend": '"eager"',

@@ -1,7 +1,27 @@
 """Parts of one's own, as a user writes them from docs/guides/own_parts.md alone."""
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., arXiv:2302.06675: the sign of a mean of gradients."""
+
+    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.betas = betas
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p)
+                direction = torch.lerp(p.grad, state["mean"], self.betas[0]).sign()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+                state["mean"].lerp_(p.grad, 1 - self.betas[1])
 
 
 def inverse_sqrt(step: int, start: int, end: int, power: float = 0.5) -> float:

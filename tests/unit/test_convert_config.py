@@ -99,7 +99,11 @@ def test_a_converted_file_runs_with_paths_of_this_machine(tmp_path, name):
         ("debug.seed = -1", "# seed = -1  (must be greater than or equal to 0)"),
         ("training.seed = 2\ndebug.seed = 1", "# seed = 1  (another name of training.seed, which is given too)"),
         ("training.dataloader.num_workers = 2", "workers = 2"),
-        ('optimizer.name = "adamw"', "# name = \"adamw\"  (must be 'AdamW', 'Adam' or 'Muon'; did you mean 'AdamW'?)"),
+        (
+            'optimizer.name = "adamw"',
+            "# name = \"adamw\"  (must be 'AdamW', 'Adam' or 'Muon' or \"package.module:name\", a part of your own; "
+            "did you mean 'AdamW'?)",
+        ),
         ("metrics.log_frequency = 7", "# log_frequency = 7  (no such key; did you mean metrics.log_freq?)"),
         ("own.things.here = 1", "# things.here = 1  (no such section)"),
         ('"training.seed" = 5', "seed = 5"),

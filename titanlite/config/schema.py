@@ -24,6 +24,7 @@ _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
 _WITH_LORA, _WITH_FLOAT8 = EffectiveWhen("lora.enable = true"), EffectiveWhen("float8.enable = true")
 _WITH_COMPILE = EffectiveWhen("compile.enable = true")
 _WITH_FULL = EffectiveWhen('activation_checkpoint.mode = "full"')
+_WITH_BUILT_IN = EffectiveWhen('optimizer.name = "AdamW" or optimizer.name = "Adam" or optimizer.name = "Muon"')
 _WITH_MUON = EffectiveWhen('optimizer.name = "Muon"')
 _WITH_TEACHER = EffectiveWhen("distillation.teacher is set", 'training.loss = "cross_entropy"')
 _WITH_VALIDATION = EffectiveWhen("validation.enable = true")
@@ -321,20 +322,21 @@ class Compile(Section):
 
 
 class Optimizer(Section):
-    """AdamW, Adam or Muon."""
+    """AdamW, Adam, Muon, or one of your own."""
 
-    name: Annotated[Literal["AdamW", "Adam", "Muon"], ALWAYS] = "AdamW"
+    name: Annotated[Literal["AdamW", "Adam", "Muon"] | bounds.OwnPart, ALWAYS] = "AdamW"
     """AdamW decouples weight decay from the gradient (Loshchilov & Hutter, arXiv:1711.05101). Adam adds the decay to the
     gradient and needs far smaller values of weight_decay than the default. Muon orthogonalizes the momentum of the blocks'
     matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters, also stacks of experts, to AdamW, with
-    the same lr: a matrix's update is scaled to the size of AdamW's."""
+    the same lr: a matrix's update is scaled to the size of AdamW's. "package.module:Class" is a class of your own, or of
+    PyTorch: "torch.optim:RAdam" (docs/guides/own_parts.md)."""
     lr: Annotated[bounds.Rate, ALWAYS] = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
-    beta1: Annotated[bounds.Beta, ALWAYS] = 0.9
+    beta1: Annotated[bounds.Beta, _WITH_BUILT_IN] = 0.9
     """Decay of the running mean of gradients."""
-    beta2: Annotated[bounds.Beta, ALWAYS] = 0.95
+    beta2: Annotated[bounds.Beta, _WITH_BUILT_IN] = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: Annotated[bounds.Epsilon, ALWAYS] = 1e-8
+    eps: Annotated[bounds.Epsilon, _WITH_BUILT_IN] = 1e-8
     """Added to the root of the second moment."""
     momentum: Annotated[bounds.Beta, _WITH_MUON] = 0.95
     """Muon's decay of the running mean of gradients."""
@@ -342,6 +344,8 @@ class Optimizer(Section):
     """Muon adds the gradient once more to the running mean before it is orthogonalized."""
     ns_steps: Annotated[int, Field(ge=1, le=20), _WITH_MUON] = 5
     """Muon's Newton-Schulz iterations, in training.mixed_precision_param if that is float32, else in bfloat16."""
+    options: Annotated[dict[str, JsonValue], EffectiveWhen('optimizer.name has ":"')] = {}
+    """Keyword arguments of your own optimizer, as a table: [optimizer.options], or --optimizer.options.NAME VALUE."""
     weight_decay: Annotated[bounds.NonNegative, ALWAYS] = 0.1
     """Weight decay of the parameters that are decayed."""
     decay_parameters: Annotated[str, EffectiveWhen("optimizer.weight_decay > 0")] = ""
@@ -354,7 +358,7 @@ class Optimizer(Section):
     """Decay of an exponential moving average (EMA) of the trained weights, such as 0.999. It is kept in float32 and in
     checkpoints, and validation measures it too (docs/guides/long_runs.md). Update t uses (1 + t) / (10 + t) where that is
     smaller. 0: no EMA."""
-    implementation: Annotated[Literal["fused", "foreach", "for-loop"], ALWAYS, MAY_CHANGE] = "fused"
+    implementation: Annotated[Literal["fused", "foreach", "for-loop"], _WITH_BUILT_IN, MAY_CHANGE] = "fused"
     """"fused": one kernel for all parameters. "foreach": one kernel per operation. "for-loop": one kernel per operation and
     parameter. The mathematics is the same. With training.dtype = "bfloat16", "fused" is one compiled kernel per parameter and
     "foreach" does not exist."""

@@ -1,7 +1,7 @@
 """The optimizer of a configuration, and clipping by the gradient's global norm."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config, Optimizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import foreach_div_, foreach_norm
+from titanlite.optim import own
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import Compiler, compile_kernel
@@ -33,33 +34,34 @@ def build_optimizer(
     None: of the run.
 
     Every trained parameter has zero moments from the start, also one that never gets a gradient: so every checkpoint of a run
-    holds the same tensors, and a new process can read them.
+    holds the same tensors, and a new process can read them. own.py has what an optimizer of the user's own does instead.
 
     compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalizes in it.
     compiler: of titanlite's own kernels, if `cfg.implementation` is "fused".
     Where all matrices of a pipeline's stage are frozen, Muon is AdamW there.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = {name for name, p in trained.items() if is_decayed(name, p, cfg)}
-
-    def groups(names: list[str]) -> list[dict[str, Any]]:
-        found: dict[tuple[float, float], list[tuple[str, Tensor]]] = {}
-        for name in sorted(names, key=lambda name: name not in decayed):  # what is decayed first: the order of norms' sums
-            group = group_of(name, cfg.groups)
-            decay = (cfg.weight_decay if name in decayed else 0.0) if group.weight_decay is None else group.weight_decay
-            found.setdefault((group.lr, decay), []).append((name, trained[name]))
-        found = found or {(1.0, 0.0): []}  # Muon may leave nothing to AdamW, and torch takes an empty group
-        return [{"params": pairs, "lr_factor": factor, "weight_decay": decay} for (factor, decay), pairs in found.items()]
-
-    own = compiler if cfg.implementation == "fused" else None
-    if cfg.name != "Muon":
-        return _adam(groups(list(trained)), cfg, own)
-    matrices = [name for name, p in trained.items() if is_orthogonalized(name, p, cfg)]
-    others = [name for name in trained if name not in matrices]
+    if own.is_own(cfg):
+        return own.build_own(groups_of(trained, cfg), cfg)
+    kernels = compiler if cfg.implementation == "fused" else None
+    matrices = {name: p for name, p in trained.items() if is_orthogonalized(name, p, cfg)}
+    rest = _adam(groups_of({name: p for name, p in trained.items() if name not in matrices}, cfg), cfg, kernels)
     if not matrices:
-        return _adam(groups(others), cfg, own)
+        return rest
     precision = torch.float32 if compute == torch.float32 else torch.bfloat16
-    return Muon(groups(matrices), _adam(groups(others), cfg, own), cfg, precision, own, group)
+    return Muon(groups_of(matrices, cfg), rest, cfg, precision, kernels, group)
+
+
+def groups_of(trained: Mapping[str, Tensor], cfg: Optimizer) -> list[dict[str, Any]]:
+    """A parameter group of torch.optim, with names, for each pair of rate factor and weight decay."""
+    decayed = {name for name, p in trained.items() if is_decayed(name, p, cfg)}
+    found: dict[tuple[float, float], list[tuple[str, Tensor]]] = {}
+    for name in sorted(trained, key=lambda name: name not in decayed):  # what is decayed first: the order of norms' sums
+        group = group_of(name, cfg.groups)
+        decay = (cfg.weight_decay if name in decayed else 0.0) if group.weight_decay is None else group.weight_decay
+        found.setdefault((group.lr, decay), []).append((name, trained[name]))
+    found = found or {(1.0, 0.0): []}  # Muon may leave nothing to AdamW, and torch takes an empty group
+    return [{"params": pairs, "lr_factor": factor, "weight_decay": decay} for (factor, decay), pairs in found.items()]
 
 
 def _adam(groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | None) -> torch.optim.Optimizer:
@@ -166,6 +168,7 @@ def replication_factor(tensor: Tensor) -> int:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
+_OWN, _NO_SKIP = 'optimizer.name has ":"', "an optimizer of your own does not skip a step on the device"
 _NOT_FUSED = 'optimizer.implementation != "fused"'
 _CONFLICTS: tuple[Conflict, ...] = (
     ('optimizer.name = "Muon"', "lora.enable = true", 'it would orthogonalize frozen matrices; use "AdamW"'),
@@ -175,6 +178,9 @@ _CONFLICTS: tuple[Conflict, ...] = (
     ('optimizer.implementation = "foreach"', 'training.dtype = "bfloat16"', 'use "fused" or "for-loop"'),
     (_NOT_FUSED, 'training.on_nonfinite = "skip" and training.dtype = "float32"', '"fused" skips a step without a host sync'),
     (_NOT_FUSED, 'training.mixed_precision_param = "float16"', '"fused" skips steps that overflow without a host sync'),
+    (_OWN, 'training.dtype = "bfloat16"', 'it would round away small updates; use "float32"'),
+    (_OWN, 'training.mixed_precision_param = "float16"', f'{_NO_SKIP}; use "bfloat16"'),
+    (_OWN, 'training.on_nonfinite = "skip"', f'{_NO_SKIP}; use "stop" or "rollback"'),
     ("parallelism.cpu_offload = true", 'training.mixed_precision_param = "float16"', "use bfloat16, which needs no loss scale"),
 )
 
@@ -191,7 +197,7 @@ def faults(config: Config) -> Iterator[str]:
 
 def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
     """A model on the meta device without a matrix for Muon; a pattern of optimizer.decay_parameters that is invalid, or matches
-    nothing."""
+    nothing; what is wrong with an optimizer of the user's own."""
     if cfg.name == "Muon" and not any(
         p.requires_grad and is_orthogonalized(name, p, cfg) for name, p in model.named_parameters()
     ):
@@ -203,3 +209,5 @@ def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
         return
     if cfg.decay_parameters and not any(decayed):
         yield f"optimizer.decay_parameters = {cfg.decay_parameters!r}: matches no trained parameter's name"
+    if own.is_own(cfg):
+        yield from own.faults(groups_of({name: p for name, p in model.named_parameters() if p.requires_grad}, cfg), cfg)

@@ -16,17 +16,14 @@ from titanlite.checkpoint.tensors import AVERAGE_UPDATES, AVERAGES, WEIGHTS, ave
 from titanlite.transforms import float8
 from titanlite.transforms.shards import local_part
 
-STATE = "ema"  # the average of a parameter, in the optimizer's state of it
-
 
 class Ema:
     """The averages of all parameters of an optimizer, which begin as copies of them. Buffers are not averaged."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float):
-        self._state, self._decay = optimizer.state, decay
+        self._decay = decay
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in self._parameters:
-            self._state[p][STATE] = p.detach().to(torch.float32, copy=True)
+        self.averages = {p: p.detach().to(torch.float32, copy=True) for p in self._parameters}
         self.updates = torch.zeros((), device=local_part(self._parameters[0]).device)  # () float32
 
     @torch.no_grad()
@@ -36,14 +33,14 @@ class Ema:
         self.updates += moved
         share = (9 / (10 + self.updates)).clamp(min=1 - self._decay) * moved  # 1 - decay, which float32 would round
         for p in self._parameters:
-            local_part(self._state[p][STATE]).lerp_(local_part(p).float(), share)
+            local_part(self.averages[p]).lerp_(local_part(p).float(), share)
 
     @contextlib.contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
         """The model has the averages as its weights meanwhile, rounded to their dtype; then its own again, bit for bit."""
         weights = [local_part(p) for p in self._parameters]
         kept = [weight.clone() for weight in weights]
-        _copy(weights, [local_part(self._state[p][STATE]) for p in self._parameters])
+        _copy(weights, [local_part(self.averages[p]) for p in self._parameters])
         float8.measure_weights(model)
         yield  # an error ends the run
         _copy(weights, kept)
@@ -51,7 +48,7 @@ class Ema:
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """The tensors for a checkpoint."""
-        averages = {f"{AVERAGES}{name}": self._state[p][STATE] for name, p in model.named_parameters() if p.requires_grad}
+        averages = {f"{AVERAGES}{name}": self.averages[p] for name, p in model.named_parameters() if p.requires_grad}
         return averages | {AVERAGE_UPDATES: self.updates}
 
 

@@ -10,19 +10,23 @@ from torch import Tensor, nn
 from titanlite.checkpoint.folder import room_faults
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config, Optimizer
-from titanlite.optim import ema
+from titanlite.optim import ema, own
 from titanlite.optim.build import is_orthogonalized
 from titanlite.optim.loss_scale import LossScale
 
 
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's tensors by name, such as "layers.0.ffn.w1.weight.exp_avg", for checkpoints; an EMA's are its own."""
+    own.make_state(optimizer)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert all(parameter in optimizer.state for _, parameter in trained), (
         "a unit of FSDP2 is gathered: has a validation not freed it?"
     )
-    state = {name: optimizer.state[parameter] for name, parameter in trained}
-    return {f"{name}.{key}": value for name, each in state.items() for key, value in each.items() if key != ema.STATE}
+    return {
+        f"{name}.{key}": own.sharded(value, parameter)
+        for name, parameter in trained
+        for key, value in optimizer.state[parameter].items()
+    }
 
 
 def run_tensors(model: nn.Module, optimizer: Any, loss_scale: LossScale | None) -> dict[str, Tensor]:
@@ -35,6 +39,8 @@ def run_tensors(model: nn.Module, optimizer: Any, loss_scale: LossScale | None) 
 
 def state_bytes(name: str, parameter: Tensor, cfg: Optimizer) -> int:
     """Bytes of optimizer state and EMA per value of a trained parameter, without its step counter."""
+    if own.is_own(cfg):
+        return own.state_bytes(name, parameter, cfg) + (4 if cfg.ema_decay else 0)
     moments = 1 if is_orthogonalized(name, parameter, cfg) else 2  # in the parameter's dtype
     remainder = 2 if parameter.dtype == torch.bfloat16 and cfg.rounding == "compensated" else 0
     return moments * parameter.element_size() + remainder + (4 if cfg.ema_decay else 0)

@@ -159,7 +159,6 @@ def measure_update(setup: Setup, layers: Sequence[str]) -> Update:
         compute = DTYPES[config.training.mixed_precision_param]
         optimizer = build_optimizer(model, config.optimizer, compute, compiler=_without_kernel)
         ema.attach(optimizer, config.optimizer.ema_decay)
-        tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
         allocations = Allocations()
         for _ in range(2):  # the second is measured: in the first, DTensor derives placements on whole tensors of its own
             with allocations:
@@ -169,6 +168,9 @@ def measure_update(setup: Setup, layers: Sequence[str]) -> Update:
             recorder = Recorder(slices)
             with allocations, recorder:
                 update(model, optimizer, config.optimizer.lr, config.training.max_norm)
+    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]  # an own one makes it in a step
+    average = ema.ema_of(optimizer)
+    tensors += average.averages.values() if average else []
     return Update(
         sum(local_bytes(tensor) for tensor in tensors if tensor.ndim),
         max(allocations.peaks.values(), default=0),

@@ -7,15 +7,16 @@ and their source code belongs to the run: checkpoints and provenance.json hold i
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from models.head import distilled
 from titanlite.config import bounds
-from titanlite.config.read import allowed, suggest
+from titanlite.config.read import SECTIONS, allowed, suggest
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import import_named
@@ -27,6 +28,7 @@ KEYS = {
     "training.loss": "training.loss_options",
     "training.dataset": "training.dataset_options",
     "validation.dataset": "validation.dataset_options",
+    "optimizer.name": "optimizer.options",
 }
 
 
@@ -72,16 +74,21 @@ def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
         raise UserError(f"--own {unused[0]}: {source} names no such part; remove the option")
 
 
-def function_of(key: str, name: str, classes: bool = False) -> Callable[..., Any]:
-    """The function that a key names, or a class where `classes`. Raises UserError that says what is wrong with it."""
+def part_of(key: str, name: str) -> Any:
+    """What a key names. Raises UserError that says what is wrong with the module or the name."""
     module, attribute = _module(key, name), name.partition(":")[2]
     if not hasattr(module, attribute):
         offered = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise UserError(f'{key} = "{name}": {module.__file__} has no {attribute}{suggest(attribute, offered)}')
-    part = getattr(module, attribute)
-    if (isinstance(part, type) and not classes) or not callable(part):
-        kinds = "a class or a function" if classes else "a function"
-        raise UserError(f'{key} = "{name}": must be {kinds}, and is {_kind(part)} ({module.__file__})')
+    return getattr(module, attribute)
+
+
+def function_of(key: str, name: str, classes: bool = False) -> Callable[..., Any]:
+    """The function that a key names, or a class where `classes`. Raises UserError that says what is wrong with it."""
+    part = part_of(key, name)
+    if not callable(part) or (isinstance(part, type) and not classes):
+        what, where = ("a class or a function" if classes else "a function"), _module(key, name).__file__
+        raise UserError(f'{key} = "{name}": must be {what}, and is {_kind(part)} ({where})')
     return part
 
 
@@ -90,43 +97,60 @@ def with_options(
     name: str,
     given: Sequence[str],
     options: dict[str, Any],
-    named: Sequence[str] = (),
+    ours: Collection[str] = (),
     classes: bool = False,
     table: str = "",
 ) -> Callable[..., Any]:
     """The function that a key names, or a class where `classes`, with its options.
 
-    given: the names of the arguments that titanlite passes by position; named: of those by keyword. table: of the options; by
+    given: the names of the arguments that titanlite passes by position; ours: of those by keyword. table: of the options; by
     default that of KEYS.
 
     The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
     """
-    part = function_of(key, name, classes)
-    table, parameters = table or KEYS.get(key, key.replace(": path", ": options")), inspect.signature(part).parameters
-    passed = [*named, *[each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]]
-    own = {each: one for each, one in parameters.items() if one.kind in _BY_KEYWORD and each not in passed}
-    hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    faults = []
-    for option, value in options.items():
-        if option not in own and not any_name:
-            known = suggest(option, list(own), f"{table}.") if own else "; it has none"
-            faults.append(f"{table}.{option}: {name} has no such option{known}")
-        elif option in hints:
-            try:
-                TypeAdapter(hints[option]).validate_python(value, strict=True)
-            except ValidationError as error:
-                faults.append(f"{table}.{option} = {value!r}: must be {allowed(list(error.errors()))}")
-    missing = [each for each, parameter in own.items() if parameter.default is parameter.empty and each not in options]
-    faults += [f"{table}: has no {each}, which {name} needs" for each in missing]
+    part, table = function_of(key, name, classes), table or KEYS.get(key, key.replace(": path", ": options"))
+    faults = list(_option_faults(name, part, given, options, ours, table))
     if not faults:
         try:
-            inspect.signature(part).bind(*given, **dict.fromkeys(named), **options)
+            inspect.signature(part).bind(*given, **options, **dict.fromkeys(ours))
         except TypeError as error:
-            takes = ", ".join((*given, *named))
+            takes = ", ".join([*given, *ours])
             faults.append(f'{key} = "{name}": must take {takes}, then its options by keyword: {error} ({place(part)})')
     if faults:
         raise UserError("\n".join(faults))
     return functools.partial(part, **options)
+
+
+def _option_faults(
+    name: str, part: Callable[..., Any], given: Sequence[str], options: dict[str, Any], ours: Collection[str], table: str
+) -> Iterator[str]:
+    """Options that a part does not have, whose values its annotations do not allow, or that are missing."""
+    section, parameters = table.partition(".")[0], inspect.signature(part).parameters
+    passed = {*ours, *[each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]}
+    own = {each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in passed}
+    hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    for option, value in options.items():
+        if option in ours and option in SECTIONS[section].model_fields:
+            yield f"{table}.{option}: set {section}.{option} instead"
+        elif option not in own and not any_name:
+            known = suggest(option, list(own), f"{table}.") if own else "; it has none"
+            yield f"{table}.{option}: {name} has no such option{known}"
+        elif option in hints and (wanted := _unlike(hints[option], value)):
+            yield f"{table}.{option} = {value!r}: must be {wanted}"
+    for each, parameter in own.items():
+        if parameter.default is parameter.empty and each not in options:
+            yield f"{table}: has no {each}, which {name} needs"
+
+
+def _unlike(hint: Any, value: Any) -> str:
+    """What an annotation allows, for a value of a TOML file that it does not allow; where it cannot be checked, ""."""
+    try:
+        TypeAdapter(hint).validate_json(json.dumps(value), strict=True)  # in JSON, and TOML, a list stands for a tuple too
+    except ValidationError as error:
+        return allowed(list(error.errors()))
+    except PydanticUserError:  # an annotation such as torch.Tensor
+        pass
+    return ""
 
 
 def token_loss(config: Config) -> Callable[..., Any] | None:

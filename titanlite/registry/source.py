@@ -92,9 +92,9 @@ def warn_of_changes(checkpoint: Path, before: ModelSource | None, module: Module
 def _is_a_models(name: str, own: set[str]) -> bool:
     """Whether a module belongs to the model. own: top-level packages that do, also where they are installed."""
     root = name.partition(".")[0]
-    if root in own:
+    if root in own and root != "torch":  # which an optimizer of PyTorch's names
         return True
-    if root == "titanlite" or root in sys.stdlib_module_names or (spec := _spec(root)) is None:
+    if root in ("titanlite", "torch") or root in sys.stdlib_module_names or (spec := _spec(root)) is None:
         return False
     paths = [spec.origin or "", *(spec.submodule_search_locations or ())]
     return not any(part in ("site-packages", "dist-packages") for path in paths for part in Path(path).parts)

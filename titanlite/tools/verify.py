@@ -29,6 +29,7 @@ from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of, ranks_of
+from titanlite.registry import own
 from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.registry.limits import refused_dimensions
 from titanlite.tools.options import STEPS, command_parser, nonempty
@@ -82,8 +83,14 @@ def main() -> None:
             print(f"    {line}")
     words = {"not equal": "NOT equal", "undecided": "undecided: a difference shrinks in float64, but not far enough"}
     worst = next((verdict for verdict in words if verdict in verdicts), "")
-    print(words.get(worst, "equal within float32 rounding"))
+    print("\n".join([words.get(worst, "equal within float32 rounding"), *(own_parts(config) if worst else [])]))
     sys.exit({"": 0, "not equal": 1, "undecided": 3}[worst])
+
+
+def own_parts(config: Config) -> list[str]:
+    """A line for each part of the user's own, which may be what differs: where it stands."""
+    parts = own.parts_of(config).items()
+    return [f'{key} = "{name}" ({own.place(own.part_of(key, name))}): computes the same on every mesh?' for key, name in parts]
 
 
 def _name(degrees: dict[str, int]) -> str:

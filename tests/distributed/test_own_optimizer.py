@@ -1,0 +1,138 @@
+"""An optimizer of the user's own on meshes: the steps of one process, in runs that resume, on other meshes too."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.pool import WorkerFailure
+from tests.distributed.scenarios import CPU, config_of, given_gradients, mesh_of
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
+from tests.repetitions import slow_but
+from titanlite.config.schema import Config
+from titanlite.loop.step import build_model, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import named_state
+from titanlite.parallel.mesh import ranks_of
+from titanlite.registry.family import family_of
+from titanlite.transforms.shards import local_part
+
+HERE = "tests.distributed.test_own_optimizer"
+LION: dict[str, Any] = {"name": "tests.own.parts:Lion", "options": {"betas": [0.9, 0.98]}}
+DENSE, MOE = {"name": "tests.tiny", "flavor": "uneven"}, {"name": "tests.tiny_moe", "flavor": "plain"}
+CELLS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
+    "2 x 2": (TWO_BY_TWO, DENSE),
+    "shard 4": ({"dp_shard": 4}, DENSE),
+    "cp 2": ({"cp": 2}, DENSE),
+    "pp 2": ({"pp": 2}, DENSE),
+    "ep 2": ({"dp_shard": 2, "ep": 2}, MOE),
+    "shard 4, ep 2": ({"dp_shard": 4, "ep": 2}, MOE),
+}
+
+
+def configured(degrees: dict[str, int], optimizer: dict[str, Any], model: dict[str, str], accumulation: int = 1) -> Config:
+    return config_of(degrees, model["flavor"], accumulation, model=model, optimizer=optimizer)
+
+
+def three_steps(degrees: dict[str, int], config: Config) -> dict[str, Tensor]:
+    return given_gradients(degrees, config, 3)
+
+
+@pytest.mark.parametrize("cell", slow_but(["2 x 2", "pp 2", "cp 2", "ep 2"], CELLS))
+@pytest.mark.parametrize("optimizer", [LION, {"name": "torch.optim:RAdam"}], ids=["Lion", "RAdam"])
+def test_the_same_gradients_give_the_weights_and_state_of_one_process(pools, cell, optimizer):
+    degrees, model = CELLS[cell]
+    expected = pools[1].run(f"{HERE}:three_steps", degrees=ONE, config=configured(ONE, optimizer, model))[0]
+    config = configured(degrees, optimizer, model, 4 if "pp" in degrees else 1)
+    stages = pools[ranks_of(degrees)].run(f"{HERE}:three_steps", degrees=degrees, config=config)
+    found = {name: tensor for stage in stages for name, tensor in stage.items()}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, degrees):
+    for folder, ends in (("whole", [STEPS]), ("parts", [4, 8, STEPS])):
+        for steps in ends:
+            run(pools, degrees, tmp_path / folder, steps, optimizer=LION, flavor="uneven")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
+    assert expected.keys() == found.keys() and any(name.endswith(".mean") for name in expected)
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+def test_state_is_resharded_where_a_run_continues_on_another_mesh(pools, tmp_path):
+    run(pools, TWO_BY_TWO, tmp_path, 4, optimizer=LION, flavor="uneven")
+    before = stored(tmp_path, 4)
+    still = {**LION, "options": {"betas": [0.9, 1.0]}}  # which leaves the state as it is
+    allowed = {"allow_changes": ["optimizer.options"], "interval": 1}
+    run(pools, {"dp_shard": 2}, tmp_path, 5, optimizer=still, flavor="uneven", checkpoint=allowed)
+    after = stored(tmp_path, 5)
+    means = [name for name, tensor in before.items() if name.endswith(".mean") and tensor.any()]
+    assert len(means) > 5
+    assert [name for name in means if not torch.equal(after[name], before[name])] == []
+
+
+class KeepsItsShard(torch.optim.SGD):
+    """Its state is plain tensors, as large as the shard."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                local, grad = local_part(p), local_part(p.grad)
+                kept = self.state[p].setdefault("kept", torch.zeros_like(local))
+                local.sub_(kept.add_(grad), alpha=group["lr"])
+
+
+def test_plain_state_as_large_as_the_shard_is_that_of_the_whole_parameter(pools):
+    found = {}
+    for degrees in (ONE, TWO_BY_TWO):
+        config = configured(degrees, {"name": f"{HERE}:KeepsItsShard"}, DENSE)
+        found[str(degrees)] = pools[ranks_of(degrees)].run(f"{HERE}:three_steps", degrees=degrees, config=config)[0]
+    expected, sharded = found.values()
+    assert sharded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sharded[name], tensor, rtol=1e-6, atol=1e-8)
+
+
+class IgnoresTheShard(torch.optim.SGD):
+    """Its state has a value for each row of the shard."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                local = p.to_local() if hasattr(p, "to_local") else p
+                self.state[p]["rows"] = torch.zeros(local.shape[0] if p.ndim == 2 and local is not p else p.shape)
+
+
+def test_state_that_does_not_follow_the_shards_is_refused_by_class_and_place(pools):
+    config = configured(TWO_BY_TWO, {"name": f"{HERE}:IgnoresTheShard"}, DENSE)
+    with pytest.raises(
+        WorkerFailure, match=r'test_own_optimizer:IgnoresTheShard" \(.*test_own_optimizer.py, line \d+\)'
+    ) as failure:
+        pools[4].run(f"{HERE}:three_steps", degrees=TWO_BY_TWO, config=config)
+    assert 'state["rows"] of a parameter of shape' in str(failure.value)
+
+
+def moved_by_rest(degrees: dict[str, int], config: Config) -> list[str]:
+    """The parameters whose state differs where one never gets a gradient from where it gets zeros."""
+    found = []
+    for zeros in (False, True):
+        model = build_model(family_of(config.model), config, mesh_of(degrees), CPU)
+        optimizer = build_optimizer(model, config.optimizer)
+        for number, p in enumerate(model.parameters()):
+            p.grad = torch.ones_like(p) if number else torch.zeros_like(p) if zeros else None
+        update(model, optimizer, 1e-3, math.inf)
+        found.append({name: tensor.clone() for name, tensor in named_state(optimizer, model).items()})
+    first, second = found
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def test_a_parameter_that_no_gradient_reaches_has_state_in_every_checkpoint(pools):
+    assert pools[1].run(f"{HERE}:moved_by_rest", degrees=ONE, config=configured(ONE, LION, DENSE))[0] == []

@@ -1,0 +1,161 @@
+"""An optimizer of the user's own: what is refused before any process starts. distributed/ has runs with one."""
+
+import pytest
+import torch
+
+from tests.distributed.scenarios import config_of
+from titanlite.config.schema import Config
+from titanlite.optim import build
+from titanlite.optim.own import is_own
+from titanlite.optim.state import checkpoint_bytes
+from titanlite.plan.predict import predict
+from titanlite.registry.family import family_of
+from titanlite.registry.own import source_of_parts
+from titanlite.tools.verify import own_parts
+from titanlite.transforms.meta import on_meta
+
+HEAD = """import torch
+class Mine(torch.optim.Optimizer):
+    def __init__(self, params, lr, weight_decay=0.0, power: float = 1.0):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+"""
+MOVE = "                p.sub_(p.grad, alpha=group['lr'])\n"
+
+
+def state(value: str) -> str:
+    return HEAD + MOVE + f"                self.state[p]['kept'] = {value}\n"
+
+
+# The module, the options, and what the one message says beside the class with its file and line.
+WRONG = {
+    "raises at once": (HEAD.replace("super()", "1 / 0; super()") + MOVE, {}, "fails at MODULE, line 4: ZeroDivisionError"),
+    "raises in its step": (HEAD + "                raise OSError('no')\n", {}, "fails at MODULE, line 9: OSError('no')"),
+    "NaN": (HEAD + "                p.div_(p.grad)\n", {}, "gives NaN or infinity for zero gradients"),
+    "state of another shape": (
+        state("torch.zeros(7)"),
+        {},
+        "has local shape (7,); must be 0-d, or the parameter's (2, 3)",
+    ),
+    "a number as state": (state("3"), {}, "is 3; checkpoints hold tensors: make it one, such as torch.zeros(())"),
+    "a count of its own": (HEAD + MOVE + "        self.lr_now = len(self.state) + 1\n", {}, "changes self.lr_now in its step"),
+    "a count in its groups": (HEAD + MOVE + "            group['k'] = 1\n", {}, 'changes group["k"] in its step'),
+    "state of no parameter": (
+        HEAD + MOVE + "        self.state['all'] = {}\n",
+        {},
+        "has state for 'all', which is no parameter",
+    ),
+    "another rate": (HEAD + MOVE.replace("group['lr']", "0.1"), {}, 'changes parameters with group["lr"] = 0'),
+    "no decay": (
+        *(HEAD.replace(", weight_decay=weight_decay", "") + MOVE, {}),
+        "has no weight_decay among its defaults, so optimizer.weight_decay would be ignored; set it to 0",
+    ),
+    "a decay of its own": (
+        *(HEAD.replace(", weight_decay=0.0", "").replace("weight_decay=weight_decay", "weight_decay=0.5") + MOVE, {}),
+        "optimizer.weight_decay would be ignored",
+    ),
+    "a closure": (HEAD.replace("closure=None", "closure") + MOVE, {}, "its step needs a closure"),
+    "no step": (HEAD.replace("def step", "def steps") + MOVE, {}, "NotImplementedError"),
+    "abstract": (
+        "import abc, torch\nclass Mine(torch.optim.Optimizer, abc.ABC):\n    def __init__(self, params, lr): pass\n"
+        "    @abc.abstractmethod\n    def step(self): ...\n",
+        *({}, "abstract"),
+    ),
+    "no optimizer": ("class Mine:\n    pass\n", {}, "must be a class derived from torch.optim.Optimizer"),
+    "misspelt option": (HEAD + MOVE, {"powr": 1.0}, "did you mean optimizer.options.power?"),
+    "wrong option": (HEAD + MOVE, {"power": "high"}, "optimizer.options.power = 'high': must be a valid number"),
+    "missing option": (HEAD.replace("float = 1.0", "float").replace("=0.0, p", ", p") + MOVE, {}, "has no power, which"),
+    "a key as an option": (HEAD + MOVE, {"lr": 0.1}, "optimizer.options.lr: set optimizer.lr instead"),
+}
+
+
+def configured(name: str, **keys) -> Config:
+    return config_of({}, optimizer={"name": name, **keys})
+
+
+def faults_of(config: Config) -> list[str]:
+    return list(build.model_faults(config.optimizer, on_meta(family_of(config.model), config)))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_optimizer_is_one_message_with_its_class_and_place(case, tmp_path, monkeypatch):
+    text, options, said = WRONG[case]
+    module = f"wrong_optimizer_{list(WRONG).index(case)}"
+    file = tmp_path / f"{module}.py"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (fault,) = faults_of(configured(f"{module}:Mine", options=options))
+    assert said.replace("MODULE", str(file)) in fault
+    assert fault.startswith(f'optimizer.name = "{module}:Mine" ({file}, line ') or fault.startswith("optimizer.options")
+
+
+OF_TORCH = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "RAdam": {},
+    "NAdam": {"betas": [0.9, 0.99]},
+    "RMSprop": {"momentum": 0.5},
+    "Adagrad": {},
+    "Adafactor": 'state["row_var"]',
+    "LBFGS": "its step needs a closure",
+    "Rprop": "has no weight_decay among its defaults",
+    "Muon": "only supports 2D parameters",
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_a_class_of_pytorch_works_or_is_refused_with_the_reason(name):
+    expected = OF_TORCH[name]
+    refused = isinstance(expected, str)
+    found = faults_of(configured(f"torch.optim:{name}", options={} if refused else expected))
+    assert (expected in found[0]) if refused else found == []
+
+
+def test_decays_of_groups_need_a_class_that_takes_them():
+    groups = [{"pattern": "layers.*", "weight_decay": 0.1}]
+    for weight_decay, entries, count in ((0.0, [], 0), (0.0, groups, 1), (0.1, [], 1)):
+        config = configured("torch.optim:Rprop", weight_decay=weight_decay, groups=entries)
+        found = [fault for fault in faults_of(config) if "weight_decay" in fault]
+        assert len(found) == count
+
+
+@pytest.mark.parametrize(
+    "training", [{"dtype": "bfloat16"}, {"mixed_precision_param": "float16"}, {"on_nonfinite": "skip"}], ids=str
+)
+def test_what_needs_more_of_an_optimizer_is_refused(training):
+    name = "tests.own.parts:Lion"
+    found = [fault for fault in build.faults(config_of({}, optimizer={"name": name}, training=training)) if name in fault]
+    assert len(found) == 1 and next(iter(training)) in found[0]
+
+
+def test_estimate_and_disk_check_count_the_state_that_the_class_makes():
+    config = configured("tests.own.parts:Lion")
+    model = on_meta(family_of(config.model), config)
+    values = sum(p.numel() for p in model.parameters())
+    assert is_own(config.optimizer) and faults_of(config) == []
+    assert checkpoint_bytes(model, config.optimizer) == 8 * values
+    assert predict(config, 1).memory.moments == 4 * values
+
+
+def test_verify_says_where_the_class_stands_if_meshes_differ():
+    (line,) = own_parts(configured("tests.own.parts:Lion"))
+    assert line.startswith('optimizer.name = "tests.own.parts:Lion" (') and "parts.py, line 6)" in line
+    assert own_parts(config_of({})) == []
+
+
+def test_the_code_of_the_class_belongs_to_the_run():
+    assert "tests.own.parts" in source_of_parts(configured("tests.own.parts:Lion"))
+    assert source_of_parts(configured("torch.optim:SGD")) == {}
+
+
+def test_the_class_gets_rate_and_decay_of_each_group(group_of_one):
+    config = configured(
+        "tests.own.parts:Lion", weight_decay=0.3, groups=[{"pattern": "embed.*", "lr": 0.5, "weight_decay": 0.0}]
+    )
+    optimizer = build.build_optimizer(family_of(config.model).on_meta().to_empty(device="cpu"), config.optimizer)
+    build.set_lr(optimizer, 0.01)
+    found = {name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]}
+    assert found["embed.weight"] == (0.005, 0.0) and found["layers.0.attention.wq.weight"] == (0.01, 0.3)
+    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults["fused"] is False
