@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import Compiler, compile_kernel
 from titanlite.transforms.compile import compiler_faults
 from titanlite.transforms.groups import group_of
+from titanlite.transforms.parameters import match_scale
 from titanlite.transforms.shards import local_part
 
 
@@ -38,16 +40,21 @@ def build_optimizer(
     compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalizes in it.
     compiler: of titanlite's own kernels, if `cfg.implementation` is "fused".
     Where all matrices of a pipeline's stage are frozen, Muon is AdamW there.
+
+    The model's `lr_scale` multiplies the rates of `cfg.groups`. Its factors are for AdamW; Muon takes their square roots. In a
+    matrix m times as wide and high, the spectral norm of an update grows by up to m with AdamW, and by sqrt(m) with Muon.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {name for name, p in trained.items() if is_decayed(name, p, cfg)}
+    factors, _ = match_scale(getattr(model, "lr_scale", {}), list(trained), "lr_scale", whole=False)
 
     def groups(names: list[str]) -> list[dict[str, Any]]:
         found: dict[tuple[float, float], list[tuple[str, Tensor]]] = {}
         for name in sorted(names, key=lambda name: name not in decayed):  # what is decayed first: the order of norms' sums
             group = group_of(name, cfg.groups)
             decay = (cfg.weight_decay if name in decayed else 0.0) if group.weight_decay is None else group.weight_decay
-            found.setdefault((group.lr, decay), []).append((name, trained[name]))
+            factor = factors[name] ** 0.5 if is_orthogonalized(name, trained[name], cfg) else factors[name]
+            found.setdefault((group.lr * factor, decay), []).append((name, trained[name]))
         found = found or {(1.0, 0.0): []}  # Muon may leave nothing to AdamW, and torch takes an empty group
         return [{"params": pairs, "lr_factor": factor, "weight_decay": decay} for (factor, decay), pairs in found.items()]
 
@@ -196,6 +203,10 @@ def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
         p.requires_grad and is_orthogonalized(name, p, cfg) for name, p in model.named_parameters()
     ):
         yield 'optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"'
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    scaled = getattr(model, "lr_scale", {})
+    if scaled and not any(fnmatchcase(name, pattern) for name in trained for pattern in scaled):
+        yield "lr_scale: the family's table, or mup_base_dim, scales frozen parameters only; adapters have no factors in it"
     try:
         decayed = [p.requires_grad and is_decayed(name, p, cfg) for name, p in model.named_parameters()]
     except re.error as error:
