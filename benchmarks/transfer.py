@@ -1,4 +1,4 @@
-"""Whether the best learning rate stays where it is when a model becomes wider: `python -m benchmarks.transfer [--quick]`.
+"""Whether the best learning rate stays where it is when a model becomes wider: `python -m benchmarks.transfer`.
 
 A Llama of two layers learns the bytes of this repository's pages, at four widths and a grid of learning rates that double, with
 muP (models/mup.py) and with the standard parametrization. At the base width both are the same run. Results are written to
@@ -8,6 +8,7 @@ benchmarks/results/transfer.json and .png.
 import argparse
 import json
 import math
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,16 @@ def final_loss(width: int, rate: float, mup: bool, data: Tensor, steps: int = ST
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             return math.inf
-    return sum(losses[-LAST:]) / LAST
+    return statistics.mean(losses[-LAST:])
 
 
-def measure(data: Tensor, widths: tuple[int, ...] = WIDTHS, steps: int = STEPS) -> dict[str, dict[str, list[float]]]:
+def measure(data: Tensor) -> dict[str, dict[str, list[float]]]:
     """{parametrization: {width: losses at each learning rate}}."""
     found: dict[str, dict[str, list[float]]] = {"standard": {}, "muP": {}}
-    for width in widths:
+    for width in WIDTHS:
         for name in found:
             same = name == "muP" and width == BASE
-            runs = (final_loss(width, 2.0**exponent, name == "muP", data, steps) for exponent in EXPONENTS)
+            runs = (final_loss(width, 2.0**exponent, name == "muP", data) for exponent in EXPONENTS)
             found[name][str(width)] = found["standard"][str(width)] if same else list(runs)
             best = best_exponent(found[name][str(width)])
             print(f"{name:<10}{width:>5}  best 2^{best:<4}", *(f"{loss:7.3f}" for loss in found[name][str(width)]), flush=True)
@@ -86,12 +87,8 @@ def moved(of_widths: dict[str, list[float]]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two widths and 20 steps, writes nothing")
     torch.set_num_threads(1)  # the models are small: threads would wait for each other longer than they compute
-    arguments = parser.parse_args()
-    if arguments.quick:
-        measure(text(), WIDTHS[:2], 20)
-        return
+    parser.parse_args()
     found = measure(text())
     commit = subprocess.run(
         ["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, cwd=_ROOT
