@@ -1,5 +1,6 @@
 """The interface between titanlite and every model."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -32,7 +33,8 @@ class Decoder(nn.Module):
     context: tuple[DeviceMesh, Literal["gather", "ulysses"]] | None = None  # ranks that a sequence is split over, and how
     teacher: Any = None  # titanlite.loop.distillation.Teacher, a second model that is not trained
     pipeline: Any = None  # titanlite.parallel.pipeline.Pipeline, where other ranks have the other blocks
-    limits = Limits()  # of the family's file, where titanlite builds the model
+    limits = Limits()  # of the family's file, where titanlite builds the model; so is lr_scale
+    lr_scale: Mapping[str, float] = {}  # factors on the rate by patterns of parameter names
 
     def tie_weights(self) -> None:
         """Makes embedding and output projection one parameter if `config.tied_embeddings` is True."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from models import mup
 from models.attention import Attention, SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, transformer_flops
 from models.decoder import Decoder
@@ -27,9 +28,11 @@ class Config:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
+    mup_base_dim: int | None = None  # the width that muP's rates and initial weights are relative to; None: no muP
 
     def __post_init__(self) -> None:
         check_scaling(self.rope_scaling, self.head_dim, self.rope_theta)
+        mup.check_base(self.mup_base_dim, self.tied_embeddings)
 
 
 _SCALING_3_1 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
@@ -119,6 +122,21 @@ def initial(config: Config) -> dict[str, Normal | Constant]:
         "layers.*.ffn.w2.weight": residual,
         "*": Normal(0.02),
     }
+
+
+# The matrices whose rates and initial weights follow the width under muP (models/mup.py), with mup_base_dim.
+_HIDDEN = ("layers.*.attention.w?.weight", "layers.*.ffn.w?.weight")
+_OUTPUTS = ("head.output.weight",)
+
+
+def lr_scale(config: Config) -> dict[str, float]:
+    """Factors on the learning rate: {pattern of parameter names: factor}; the first match counts."""
+    return mup.rates(config.dim, config.mup_base_dim, _HIDDEN, _OUTPUTS)
+
+
+def init_scale(config: Config) -> dict[str, float]:
+    """Factors on the deviation of the initial weights, as `lr_scale`."""
+    return mup.deviations(config.dim, config.mup_base_dim, _HIDDEN, _OUTPUTS)
 
 
 def flops(config: Config, seq_len: int) -> Flops:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models import attention, moe
+from models import attention, moe, mup
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, transformer_flops
 from models.decoder import Decoder
@@ -37,9 +37,11 @@ class Config:
     rope_theta: float = 1_000_000.0
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
+    mup_base_dim: int | None = None  # the width that muP's rates and initial weights are relative to; None: no muP
 
     def __post_init__(self) -> None:
         check_scaling(self.rope_scaling, self.head_dim, self.rope_theta)
+        mup.check_base(self.mup_base_dim, self.tied_embeddings)
         check_choice(self.n_experts, self.top_k)
 
 
@@ -134,6 +136,21 @@ def initial(config: Config) -> dict[str, Normal | Constant]:
         "layers.*.ffn.experts.w2": residual,
         "*": Normal(0.02),
     }
+
+
+# The matrices whose rates and initial weights follow the width under muP (models/mup.py), with mup_base_dim.
+_HIDDEN = ("layers.*.attention.w?.weight", "layers.*.ffn.experts.w?")
+_OUTPUTS = ("layers.*.ffn.router.weight", "head.output.weight")
+
+
+def lr_scale(config: Config) -> dict[str, float]:
+    """Factors on the learning rate: {pattern of parameter names: factor}; the first match counts."""
+    return mup.rates(config.dim, config.mup_base_dim, _HIDDEN, _OUTPUTS)
+
+
+def init_scale(config: Config) -> dict[str, float]:
+    """Factors on the deviation of the initial weights, as `lr_scale`."""
+    return mup.deviations(config.dim, config.mup_base_dim, _HIDDEN, _OUTPUTS)
 
 
 def flops(config: Config, seq_len: int) -> Flops:

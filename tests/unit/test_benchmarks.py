@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import curves, report, throughput
+from benchmarks import curves, report, throughput, transfer
 from benchmarks.code_size import code_lines
 from benchmarks.curves import LAST, REFERENCE, ROOT, RUNS
 from benchmarks.gpu import __main__ as gpu
@@ -109,6 +109,14 @@ def test_throughput_measures_who_does_the_same_work_and_refuses_who_does_not(tmp
     (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
     assert report.main(["--folder", str(tmp_path)]) == 0
     assert "| plain | " in (tmp_path / "README.md").read_text()
+
+
+def test_the_transfer_of_learning_rates_trains_with_and_without_mup_and_counts_steps_of_the_grid():
+    data = transfer.text()
+    standard, mup = (transfer.final_loss(32, 2.0**-4, scaled, data, steps=3) for scaled in (False, True))
+    assert 0 < standard < 10 and 0 < mup < 10 and abs(standard - mup) > 1e-3
+    losses = [[9.0] * place + [1.0] + [9.0] * (len(transfer.EXPONENTS) - place - 1) for place in (5, 3)]
+    assert transfer.moved({"32": losses[0], "64": losses[1]}) == 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import Compiler, compile_kernel
 from titanlite.transforms.compile import compiler_faults
 from titanlite.transforms.groups import group_of
+from titanlite.transforms.parameters import match_scale
 from titanlite.transforms.shards import local_part
 
 
@@ -39,27 +41,32 @@ def build_optimizer(
     compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalizes in it.
     compiler: of titanlite's own kernels, if `cfg.implementation` is "fused".
     Where all matrices of a pipeline's stage are frozen, Muon is AdamW there.
+
+    The model's `lr_scale` multiplies the rates of `cfg.groups`. Its factors are for AdamW; Muon takes their square roots. In a
+    matrix m times as wide and high, the spectral norm of an update grows by up to m with AdamW, and by sqrt(m) with Muon.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained, scale = {name: p for name, p in model.named_parameters() if p.requires_grad}, getattr(model, "lr_scale", {})
     if own.is_own(cfg):
-        return own.build_own(groups_of(trained, cfg), cfg)
+        return own.build_own(groups_of(trained, cfg, scale), cfg)
     kernels = compiler if cfg.implementation == "fused" else None
     matrices = {name: p for name, p in trained.items() if is_orthogonalized(name, p, cfg)}
-    rest = _adam(groups_of({name: p for name, p in trained.items() if name not in matrices}, cfg), cfg, kernels)
+    rest = _adam(groups_of({name: p for name, p in trained.items() if name not in matrices}, cfg, scale), cfg, kernels)
     if not matrices:
         return rest
     precision = torch.float32 if compute == torch.float32 else torch.bfloat16
-    return Muon(groups_of(matrices, cfg), rest, cfg, precision, kernels, group)
+    return Muon(groups_of(matrices, cfg, scale), rest, cfg, precision, kernels, group)
 
 
-def groups_of(trained: Mapping[str, Tensor], cfg: Optimizer) -> list[dict[str, Any]]:
-    """A parameter group of torch.optim, with names, for each pair of rate factor and weight decay."""
+def groups_of(trained: Mapping[str, Tensor], cfg: Optimizer, scale: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A parameter group of torch.optim, with names, for each pair of rate factor and weight decay. scale: a family's."""
+    factors, _ = match_scale(scale, list(trained), "lr_scale", whole=False)
     decayed = {name for name, p in trained.items() if is_decayed(name, p, cfg)}
     found: dict[tuple[float, float], list[tuple[str, Tensor]]] = {}
     for name in sorted(trained, key=lambda name: name not in decayed):  # what is decayed first: the order of norms' sums
         group = group_of(name, cfg.groups)
         decay = (cfg.weight_decay if name in decayed else 0.0) if group.weight_decay is None else group.weight_decay
-        found.setdefault((group.lr, decay), []).append((name, trained[name]))
+        factor = factors[name] ** 0.5 if is_orthogonalized(name, trained[name], cfg) else factors[name]
+        found.setdefault((group.lr * factor, decay), []).append((name, trained[name]))
     found = found or {(1.0, 0.0): []}  # Muon may leave nothing to AdamW, and torch takes an empty group
     return [{"params": pairs, "lr_factor": factor, "weight_decay": decay} for (factor, decay), pairs in found.items()]
 
@@ -202,6 +209,10 @@ def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
         p.requires_grad and is_orthogonalized(name, p, cfg) for name, p in model.named_parameters()
     ):
         yield 'optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"'
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    scaled = getattr(model, "lr_scale", {})
+    if scaled and not any(fnmatchcase(name, pattern) for name in trained for pattern in scaled):
+        yield "lr_scale: the family's table, or mup_base_dim, scales frozen parameters only; adapters have no factors in it"
     try:
         decayed = [p.requires_grad and is_decayed(name, p, cfg) for name, p in model.named_parameters()]
     except re.error as error:
@@ -210,4 +221,5 @@ def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
     if cfg.decay_parameters and not any(decayed):
         yield f"optimizer.decay_parameters = {cfg.decay_parameters!r}: matches no trained parameter's name"
     if own.is_own(cfg):
-        yield from own.faults(groups_of({name: p for name, p in model.named_parameters() if p.requires_grad}, cfg), cfg)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        yield from own.faults(groups_of(trained, cfg, {}), cfg)

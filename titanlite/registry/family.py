@@ -35,6 +35,7 @@ _SHARED = (
     "grouped",
     "head",
     "moe",
+    "mup",
     "once",
     "rope",
     "split",
@@ -64,13 +65,17 @@ class Family(NamedTuple):
         """The model without memory: every parameter on the meta device, in float32."""
         with torch.device("meta"), _NoInitialization():
             model = self.module.Model(self.config)
-        model.limits = self.limits
+        model.limits, model.lr_scale = self.limits, self.scale("lr_scale")
         return model
 
     @property
     def limits(self) -> Limits:
         """What the family declares that it cannot do."""
         return limits_of(self.module)
+
+    def scale(self, name: str) -> dict[str, float]:
+        """The optional table `lr_scale` or `init_scale` of the family's file: {pattern of parameter names: factor}."""
+        return getattr(self.module, name)(self.config) if hasattr(self.module, name) else {}
 
     def dimensions(self) -> dict[str, Any]:
         """The fields of `config`, after a round trip through JSON."""

@@ -5,6 +5,9 @@ flavor, or all of them. On the CPU it trains a small flavor for a few steps on r
 two and four. Each failure names the parameter or the line in your file. Exit code 0: all checks passed; 1: a check failed; 2:
 there is nothing to check; 3: no check failed, and of a difference it is undecided whether it is a fault or rounding.
 
+--coordinates trains the small flavor at four widths instead, and compares the size of activations: with muP
+(--model.overrides.mup_base_dim 64) they stay as large at each width. --output draws them.
+
 --rows selects rows of the table, by names with or without spaces; it runs what they need, too. Overrides change dimensions of
 every flavor, also of the one that is trained.
 """
@@ -13,6 +16,7 @@ import difflib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +24,9 @@ import torch
 from titanlite.config.read import read_config
 from titanlite.config.schema import Model
 from titanlite.ground.errors import UserError
-from titanlite.registry.family import BrokenModule, load_module
+from titanlite.registry.family import BrokenModule, Family, load_module
 from titanlite.tools.options import command_parser, nonempty
+from titanlite.verify.coordinates import growing, measure, picture, table
 from titanlite.verify.table import ROWS, choose_small, family_of_flavor, rows_of
 
 
@@ -56,12 +61,30 @@ def _overrides(options: list[str]) -> dict[str, Any]:
     return read_config(None, options).model.overrides
 
 
+def _check_coordinates(family: Family, output: Path | None) -> int:
+    """Prints the table of the coordinate check, and draws it; returns the exit code."""
+    measured = measure(family)
+    print(table(measured))
+    if output is not None:
+        output.write_text(picture(measured), encoding="utf-8")
+    for fault in (faults := growing(measured)):
+        print(f"FAILED  {fault}")
+    print(f"{len(faults)} of {len(measured.names)} grow or shrink with the width" if faults else "all stay flat")
+    return 1 if faults else 0
+
+
 def main() -> None:
     """Exit code 0: all checks passed; 1: a check failed; 2: a user error; 3: none failed, and one is undecided."""
     parser = command_parser("check-model", __doc__)
     parser.add_argument("model", type=nonempty, help="such as llama3, llama3:8b or my_models.mine:debug")
     parser.add_argument("--rows", type=nonempty, help=", ".join(ROWS))
+    parser.add_argument("--coordinates", action="store_true", help="the coordinate check of muP, instead of the rows")
+    parser.add_argument("--output", type=Path, help="with --coordinates: the picture, FILE.svg")
     known, options = parser.parse_known_args()
+    if known.output is not None and not known.coordinates:
+        raise UserError("--output: has an effect with --coordinates only")
+    if known.rows and known.coordinates:
+        raise UserError("--rows: has no effect with --coordinates, which shows no rows")
     _use_one_thread()
     model, overrides, selected = known.model, _overrides(options), _selected(known.rows)
     name, _, flavor = model.partition(":")
@@ -70,6 +93,9 @@ def main() -> None:
         if not module.FLAVORS or (flavor and flavor not in module.FLAVORS):
             raise UserError(f"{model}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
         flavors = [flavor] if flavor else list(module.FLAVORS)
+        if known.coordinates:  # of one flavor, without the others, which may refuse these overrides
+            chosen = flavor or choose_small(name, module, flavors) or flavors[0]
+            sys.exit(_check_coordinates(family_of_flavor(name, module, chosen, overrides), known.output))
         for each in flavors:
             family_of_flavor(name, module, each, overrides)  # refuses wrong overrides before the first line of the table
         small = choose_small(name, module, flavors, overrides)

@@ -16,7 +16,7 @@ from models.blocks import Computed, Constant, Distribution, Identity, Normal, Un
 from models.decoder import Decoder
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import Family
-from titanlite.transforms.parameters import every_layer, match_table, tie
+from titanlite.transforms.parameters import every_layer, match_scale, match_table, tie
 from titanlite.transforms.shards import box_index, global_offset, key_of, local_part, splitmix64
 
 _TABLE_BITS = 14  # steps of the tabulated inverse distribution, with linear interpolation between them
@@ -42,7 +42,8 @@ def initialize(model: Decoder, family: Family, seed: int, device: torch.device) 
 
 
 def match_initial(model: nn.Module, family: Family, whole: bool = True) -> tuple[dict[str, Distribution], list[str]]:
-    """The distribution of every parameter and buffer by name, and the faults of the family's `initial` table.
+    """The distribution of every parameter and buffer by name, and the faults of three tables of the family: `initial`;
+    `init_scale`, which is applied here; and `lr_scale`, which `build_optimizer` applies.
 
     whole: False for stages of a pipeline, in which a pattern may match nothing.
     A model is built without memory, which loses what a constructor computes into a buffer: a buffer can only be constant.
@@ -53,6 +54,16 @@ def match_initial(model: nn.Module, family: Family, whole: bool = True) -> tuple
     own = {f"{path}.{name}": how for path, initial in substituted for name, how in initial.items()}
     others = [name for name in named if name not in own]
     distributions, faults = match_table(family.module.initial(family.config), others, "initial", whole)
+    if getattr(family.config, "mup_base_dim", None) is not None and not family.scale("lr_scale"):  # a fork of parts of a family
+        faults.append("mup_base_dim: has no effect without lr_scale and init_scale in the family's file; see models/llama3.py")
+    for table in ("init_scale", "lr_scale"):
+        factors, wrong = match_scale(family.scale(table), others, table, whole)
+        faults += wrong
+        for name, factor in factors.items() if table == "init_scale" and not wrong else ():
+            if factor != 1.0 and name in distributions:
+                distributions[name] = _scaled(distributions[name], factor)
+                if distributions[name] is None:
+                    faults.append(f"init_scale: {every_layer(name)} is neither Normal nor Uniform; scale it in initial")
     distributions |= own
     for name, tensor in named.items():
         distribution = distributions.get(name)
@@ -69,6 +80,13 @@ def match_initial(model: nn.Module, family: Family, whole: bool = True) -> tuple
         elif isinstance(distribution, Computed):
             faults.extend(f"initial: {every_layer(name)} {fault}" for fault in _computed_faults(distribution, tensor))
     return distributions, list(dict.fromkeys(faults))
+
+
+def _scaled(distribution: object, factor: float) -> Distribution | None:
+    """The distribution with `factor` times its deviation; None for one that has none."""
+    if isinstance(distribution, Normal):
+        return distribution._replace(std=distribution.std * factor)
+    return Uniform(*(bound * factor for bound in distribution)) if isinstance(distribution, Uniform) else None
 
 
 def _computed_faults(distribution: Computed, tensor: Tensor) -> Iterator[str]:

@@ -1,6 +1,8 @@
 """Parameters and linear layers of a model by name: the patterns of its tables, adapters, tied parameters."""
 
+import math
 import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,6 +28,17 @@ def match_table(table: dict[str, Any], names: list[str], what: str, whole: bool 
     faults = [f"{what}: no pattern matches {name}" for name in unmatched]
     faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if whole and pattern not in used]
     return values, faults
+
+
+def match_scale(
+    table: Mapping[str, float], names: list[str], what: str, whole: bool = True
+) -> tuple[dict[str, float], list[str]]:
+    """The factor of the first matching pattern for each name, 1 without one, and a list of faults, as of `match_table`."""
+    factors, faults = match_table({**table, "**": 1.0}, names, what, whole)
+    for pattern, factor in table.items():
+        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            faults.append(f"{what}: the pattern {pattern!r} has {factor!r}; it must be a number greater than 0")
+    return factors, faults
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:

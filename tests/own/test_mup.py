@@ -1,0 +1,176 @@
+"""A family's factors on rates and initial weights, and muP, which is such factors: models/mup.py."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from models import llama3, qwen3_moe
+from models.blocks import Normal
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import config_of
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
+from titanlite.optim.build import build_optimizer, model_faults
+from titanlite.parallel.mesh import ranks_of
+from titanlite.registry.family import Family, load_family
+from titanlite.transforms.initialize import initialize, match_initial
+from titanlite.transforms.meta import on_meta
+from titanlite.verify.compare import Trajectory, compare
+from titanlite.verify.coordinates import STEPS, growing, measure
+from titanlite.verify.facts import name_faults
+
+SIZES: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
+DENSE = SIZES | {"ffn_dim": 96, "mup_base_dim": 16}
+MOE = SIZES | {"expert_dim": 48, "mup_base_dim": 16}
+
+
+def configured(
+    name: str = "llama3", overrides: dict[str, Any] = DENSE, degrees: dict[str, int] | None = None, **sections: Any
+) -> Config:
+    model = {"name": name, "flavor": "debug", "overrides": overrides}
+    return config_of(degrees or {}, model=model, **sections)
+
+
+def factors_of(config: Config) -> dict[str, float]:
+    model = on_meta(load_family(config.model.name, "debug", overrides=config.model.overrides), config)
+    model.to_empty(device="cpu")
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = build_optimizer(model, config.optimizer).param_groups
+    return {names[id(p)]: group["lr_factor"] for group in groups for p in group["params"]}
+
+
+# ------------------------------------------------------------------------------------------------------- factors
+
+
+def test_rates_of_matrices_fall_with_the_width_and_groups_multiply_them():
+    """Width 64 with base 16: a quarter, and half of that for layer 0, whose entry has lr = 0.5."""
+    found = factors_of(configured(optimizer={"groups": [{"pattern": "layers.0.*", "lr": 0.5}]}))
+    assert found["layers.1.attention.wq.weight"] == found["layers.1.ffn.w2.weight"] == found["head.output.weight"] == 0.25
+    assert found["layers.0.attention.wo.weight"] == 0.125
+    assert found["embed.weight"] == found["head.norm.weight"] == found["layers.1.ffn_norm.weight"] == 1.0
+    assert found["layers.0.ffn_norm.weight"] == 0.5
+
+
+def test_routers_and_experts_have_rates_of_matrices():
+    found = factors_of(configured("qwen3_moe", MOE))
+    assert found["layers.0.ffn.router.weight"] == found["layers.1.ffn.experts.w2"] == 0.25
+
+
+def test_muon_takes_the_root_for_its_matrices_and_adamw_the_factor_for_the_head(group_of_one):
+    found = factors_of(configured(optimizer={"name": "Muon", "implementation": "for-loop"}))
+    assert (found["layers.0.ffn.w1.weight"], found["head.output.weight"], found["embed.weight"]) == (0.5, 0.25, 1.0)
+
+
+@pytest.mark.parametrize(("name", "overrides"), [("llama3", DENSE), ("qwen3", DENSE), ("qwen3_moe", MOE)])
+def test_initial_deviations_fall_with_the_root_and_those_of_outputs_with_the_width(name, overrides):
+    found, faults = match_initial((family := load_family(name, "debug", overrides=overrides)).on_meta(), family)
+    assert faults == []
+    standard = load_family(name, "debug", overrides=overrides | {"mup_base_dim": "none"})
+    plain, _ = match_initial(standard.on_meta(), standard)
+    outputs = {"head.output.weight", *(each for each in found if "router" in each)}
+    hidden = {each for each in found if re.search(r"\.w[qkvo123](\.weight)?$", each)}
+    assert len(hidden) >= 14
+    for each, distribution in found.items():
+        factor = 0.25 if each in outputs else 0.5 if each in hidden else 1.0
+        was = plain[each]
+        assert distribution == (was._replace(std=was.std * factor) if isinstance(was, Normal) else was), each
+
+
+def test_without_a_base_width_and_at_the_base_width_nothing_changes():
+    plain = llama3.FLAVORS["debug"]
+    assert llama3.lr_scale(plain) == llama3.init_scale(plain) == {}
+    at_base = load_family("llama3", "debug", overrides={"mup_base_dim": 256})
+    models = [each.on_meta() for each in (at_base, Family(llama3, plain))]
+    for model, family in zip(models, (at_base, Family(llama3, plain)), strict=True):
+        initialize(model, family, 0, torch.device("cpu"))
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_export_needs_no_multiplier():
+    """A model with muP is the same function of its weights as one without, so config.json lacks nothing."""
+    family, wide = load_family("llama3", "debug", overrides=DENSE), {**DENSE, "mup_base_dim": "none"}
+    assert name_faults(family) == []
+    standard = load_family("llama3", "debug", overrides=wide)
+    assert llama3.to_hf(family.config) == llama3.to_hf(standard.config)
+
+
+# ------------------------------------------------------------------------------------------------------- what is refused
+
+
+def changed(**parts: Any) -> Family:
+    names = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
+    module = SimpleNamespace(**({name: getattr(llama3, name) for name in names} | parts))
+    return Family(module, llama3.Config(64, 2, 4, 2, 16, 96, vocab_size=128))  # type: ignore[arg-type]
+
+
+REFUSED = [
+    ({"lr_scale": {"layers.*.wx.weight": 0.5}}, "lr_scale: the pattern 'layers.*.wx.weight' matches nothing"),
+    ({"init_scale": {"layers.*.wx.weight": 0.5}}, "init_scale: the pattern 'layers.*.wx.weight' matches nothing"),
+    ({"lr_scale": {"embed.*": 0.0}}, "lr_scale: the pattern 'embed.*' has 0.0"),
+    ({"init_scale": {"embed.*": float("nan")}}, "init_scale: the pattern 'embed.*' has nan"),
+    ({"init_scale": {"*norm.weight": 0.5}}, "init_scale: layers.*.attention_norm.weight is neither Normal nor Uniform"),
+]
+
+
+@pytest.mark.parametrize(("tables", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_a_factor_without_effect_or_meaning_is_refused(tables, words):
+    family = changed(**{name: lambda _, table=table: table for name, table in tables.items()})
+    assert any(fault.startswith(words) for fault in match_initial(family.on_meta(), family)[1])
+
+
+def test_tied_embeddings_a_fork_without_the_tables_and_adapters_are_refused():
+    with pytest.raises(UserError, match="mup_base_dim needs tied_embeddings = false"):
+        load_family("llama3", "debug", overrides=DENSE | {"tied_embeddings": True})
+    fork = changed()._replace(config=llama3.Config(64, 2, 4, 2, 16, 96, vocab_size=128, mup_base_dim=16))
+    assert [fault[:12] for fault in match_initial(fork.on_meta(), fork)[1]] == ["mup_base_dim"]
+    config = configured(lora={"enable": True, "rank": 4})
+    model = on_meta(load_family("llama3", "debug", overrides=DENSE), config)
+    assert [fault[:8] for fault in model_faults(config.optimizer, model)] == ["lr_scale"]
+
+
+# ------------------------------------------------------------------------------------------------------- meshes, widths
+
+
+MESHES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
+    "2 x 2": ({"dp_shard": 2, "tp": 2}, "llama3", DENSE),
+    "pp 2": ({"pp": 2}, "llama3", DENSE),
+    "ep 2": ({"dp_shard": 2, "ep": 2}, "qwen3_moe", MOE),
+}
+
+
+def trajectory(pools: dict[int, Pool], degrees: dict[str, int], config: Config) -> Trajectory:
+    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_weights_losses_and_gradients_are_those_of_one_process(pools, mesh):
+    degrees, name, overrides = MESHES[mesh]
+    training = {"steps": 3, "local_batch_size": 2}
+    split, alone = (
+        trajectory(pools, each, configured(name, overrides, each, training=training)) for each in (degrees, dict[str, int]())
+    )
+    assert split.weights.keys() == alone.weights.keys()
+    assert [each for each, value in alone.weights.items() if not torch.equal(value, split.weights[each])] == []
+    comparison = compare(split, alone)
+    assert comparison.equal, comparison.excessive
+
+
+@pytest.mark.slow
+def test_activations_stay_as_large_with_mup_and_grow_without():
+    family = load_family("llama3", "debug", overrides={"mup_base_dim": 64, "n_layers": 2})
+    assert growing(measure(family)) == []
+    standard = measure(load_family("llama3", "debug", overrides={"n_layers": 2}))
+    assert [fault[:9] for fault in growing(standard)][:2] == ["layers.0:", "layers.1:"]
+    assert standard.exponent("layers.1", STEPS) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [llama3, qwen3_moe])
+def test_the_coordinate_check_finds_a_rate_that_does_not_fall(module, monkeypatch):
+    monkeypatch.setattr(module, "lr_scale", lambda config: {"*": 1.0})
+    family = load_family(module.__name__.rpartition(".")[2], "debug", overrides={"mup_base_dim": 64, "n_layers": 2})
+    assert growing(measure(family))
