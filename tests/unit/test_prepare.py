@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import resource
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -307,12 +306,3 @@ def test_a_write_that_fails_is_told_and_the_same_command_goes_on(tmp_path, token
     assert not (tmp_path / "out").exists()
     _prepare(path, tmp_path / "out", tokenizer)
     assert _files(tmp_path / "out") == _files(tmp_path / "whole")
-
-
-def test_shards_that_the_disk_has_no_room_for_are_not_begun(tmp_path, tokenizer, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", _TEXTS)
-    usage = namedtuple("usage", "total used free")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"its disk has 0.0 GB free, .* make room"):
-        patch.setattr(prepare.shutil, "disk_usage", lambda _: usage(1, 1, 0))
-        _prepare(path, tmp_path / "out", tokenizer)
-    _prepare(path, tmp_path / "out", tokenizer)

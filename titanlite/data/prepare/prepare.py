@@ -218,7 +218,6 @@ def _assemble(
         aside = f"; skipped: {len(skipped)}, such as {skipped[0]['file']}: {skipped[0]['reason']}" if skipped else ""
         shutil.rmtree(work)
         raise UserError(f"the inputs hold 0 documents, 0 tokens{aside}")
-    _refuse_full_disk(work, tokens * (dtype.itemsize + chats) + documents * 20)
     with tqdm(desc="writing shards", total=tokens, disable=None, delay=1, leave=False, bar_format=_BAR) as bar:
         units = (work / "units" / name for name in records)
         shards, largest = write_shards(units, whole, dtype, plan["tokens of a shard"], chats, bar.update)
@@ -284,14 +283,6 @@ def _refuse_existing(output: Path, work: Path) -> None:
         if (work / "plan.json").exists() and not (work / "units").exists() and not (work / "whole").exists():
             shutil.rmtree(work, ignore_errors=True)  # its command was killed between its last two statements
         raise UserError(f"{output}: already exists; name another folder, or remove it")
-
-
-def _refuse_full_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"{folder}: its disk has {free / 1e9:.1f} GB free, and the shards take {needed / 1e9:.1f} GB; make room: {KEPT}"
-        )
 
 
 @contextlib.contextmanager
