@@ -3,16 +3,21 @@
 import argparse
 import contextlib
 import functools
+import os
 import random
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.hostile.judge import Case
-from tests.hostile.unforeseen import run_command
+from titanlite import __main__
 from titanlite.__main__ import COMMANDS
+from titanlite.ground import errors
+from titanlite.launch import stacks
 from titanlite.tools import options
 from titanlite.tools.options import Real, WholeNumber, existing_folder, existing_path, new_path, nonempty
 
@@ -31,6 +36,22 @@ TEXTS = (
     *("hub:", "hub:::", "hub:a b", "://", "s3://", "*[", "[", "..", "~", "%s", "-", ".a", "no.module", "\udcff"),
     *(":", ",", "="),
 )
+
+
+def run_command(*words: str) -> None:
+    """`titanlite` with these words, in this process."""
+    with contextlib.ExitStack() as stack:
+        for name in ("signal.signal", "titanlite.launch.stop.listen", "titanlite.launch.stop.leave_at_once"):
+            stack.enter_context(mock.patch(name))
+        stack.enter_context(mock.patch.object(os, "_exit", sys.exit))
+        stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
+        stack.enter_context(mock.patch.object(sys, "argv", ["titanlite", *words]))
+        stack.enter_context(mock.patch.object(errors, "_position", (0, "starting")))
+        # where the tracebacks go
+        cache = Path(tempfile.gettempdir()) / "cache"
+        stack.enter_context(mock.patch("titanlite.launch.failure.cache_folder", return_value=cache))
+        stack.callback(stacks.close_dump)
+        __main__.main()
 
 
 class _Captured(Exception):
