@@ -221,5 +221,5 @@ def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
     if cfg.decay_parameters and not any(decayed):
         yield f"optimizer.decay_parameters = {cfg.decay_parameters!r}: matches no trained parameter's name"
     if own.is_own(cfg):
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        yield from own.faults(groups_of(trained, cfg, {}), cfg)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        yield from own.faults(groups_of(parameters, cfg, {}), cfg)
