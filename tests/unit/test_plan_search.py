@@ -1,5 +1,8 @@
 """The search ranks planted bad meshes below good ones, and the error that `plan` prints is that of the published runs."""
 
+import re
+import sys
+
 import pytest
 
 from benchmarks.plan_score import by_device, score
@@ -8,6 +11,7 @@ from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
 from titanlite.plan.search import candidates, choices, keys_of
 from titanlite.plan.time import Choice, Job, device_named, memory, ring, step
+from titanlite.tools import plan as tool
 from titanlite.tools.plan import ERRORS, job_of, write
 
 GOOD = Choice(dp_shard=32, tp=8, microbatch=16, recompute="full")
@@ -79,6 +83,35 @@ def test_the_output_is_a_configuration_with_the_keys(tmp_path):
 def test_what_the_model_of_time_does_not_know_is_refused(recipe, words, named):
     with pytest.raises(UserError, match=named):
         job(recipe, *words)
+
+
+def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "best.toml"
+    words = [
+        "plan",
+        "train_configs/llama_124m.toml",
+        "--model.flavor",
+        "debug",
+        "--gpus",
+        "2",
+        "--top",
+        "2",
+        "--output",
+        str(file),
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    tool.main()
+    out = capsys.readouterr().out
+    assert "  2. " in out and "about" in out and "error: 19% on average" in out
+    printed = re.search(r"--training.local_batch_size (\d+)", out)
+    assert printed and read_config(file, []).training.local_batch_size == int(printed[1])
+
+
+def test_where_no_mesh_fits_the_command_ends_with_1(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan", "train_configs/llama_405b.toml", "--gpus", "8"])
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    assert ended.value.code == 1 and "no mesh of 8 x h100 fits" in capsys.readouterr().out
 
 
 def test_an_unknown_device_is_named():
