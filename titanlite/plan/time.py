@@ -12,7 +12,7 @@ from pydantic import Field
 
 from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
-from titanlite.ground.untrusted import Positive, parse_toml, validated
+from titanlite.ground.untrusted import Positive, read_toml, validated
 from titanlite.plan.shape import Layer, Shape
 
 Rate = Annotated[float, Field(gt=0, le=1e9)]
@@ -44,7 +44,7 @@ class Device(StrictModel):
 
 
 def devices() -> dict[str, Device]:
-    found: dict[str, Device] = validated(dict[str, Device], parse_toml(_FILE.read_text(encoding="utf-8")), _FILE.name)
+    found: dict[str, Device] = validated(dict[str, Device], read_toml(_FILE), _FILE.name)
     return found
 
 
