@@ -123,6 +123,12 @@ class Row(NamedTuple):
     flops: Flops  # of training, per token, by the two ways to count attention
 
 
+def parse_models(text: str) -> dict[str, Dimensions]:
+    """The models of the file's text that titanlite lacks."""
+    contents: Contents = validated(Contents, parse_toml(text), FILE.name)
+    return contents.models
+
+
 def read(text: str) -> list[Row]:
     """Every row of the file's text. Raises UserError with the table, row and key of a fault."""
     contents = validated(Contents, parse_toml(text), FILE.name)

@@ -26,9 +26,10 @@ COMMANDS = {
     "eval": ("titanlite.tools.eval", "evaluate a checkpoint on tasks of lm-eval"),
     "convert-config": ("titanlite.tools.convert_config", "write a configuration of torchtitan with titanlite's keys"),
     "estimate": ("titanlite.tools.estimate", "predict memory, FLOPs and traffic for many ranks on one machine"),
+    "plan": ("titanlite.tools.plan", "predict the fastest mesh for so many GPUs, and its speed"),
 }
 # They run what the user's own configuration or word names. A command that opens a checkpoint finds such a module with --model.
-_RUN_OWN_CODE = ("launch", "train", "check", "data", "verify", "check-model", "estimate")
+_RUN_OWN_CODE = ("launch", "train", "check", "data", "verify", "check-model", "estimate", "plan")
 USAGE = "usage: titanlite COMMAND ...; each command has --help\n\n" + "\n".join(
     f"  {command:<14} {meaning}" for command, (_, meaning) in COMMANDS.items()
 )

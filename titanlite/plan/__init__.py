@@ -6,5 +6,8 @@ step.py     the parts of a step on pretended ranks and tensors without memory
 record.py   allocations, FLOPs and collectives, as they pass PyTorch's dispatcher
 experts.py  the same of the two operations that dispatch and combine tokens
 report.py   the prediction as text, and what it leaves out
+shape.py    a model as the matrices that the model of time knows
+time.py     the seconds of a step in closed form, on the GPUs of devices.toml
+search.py   the meshes of so many ranks, the best first
 memory.py   what a start checks by arithmetic: room for parameters, gradients and optimizer state
 """

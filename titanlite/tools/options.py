@@ -122,10 +122,10 @@ def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     return _Parser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
 
 
-def config_parser(command: str, ranks: WholeNumber = RANKS) -> argparse.ArgumentParser:
+def config_parser(command: str, ranks: WholeNumber = RANKS, option: str = "--ranks") -> argparse.ArgumentParser:
     """A parser for `read_command`."""
     parser = _Parser(f"titanlite {command}", allow_abbrev=False, add_help=False)
-    parser.add_argument("--ranks", type=ranks, default=1)
+    parser.add_argument(option, type=ranks, default=1)
     return parser
 
 

@@ -1,0 +1,128 @@
+"""The search ranks planted bad meshes below good ones, and the error that `plan` prints is that of the published runs."""
+
+import re
+import sys
+
+import pytest
+
+from benchmarks.plan_score import by_device, score
+from benchmarks.published import FILE
+from titanlite.config.read import read_config
+from titanlite.ground.errors import UserError
+from titanlite.plan.search import candidates, choices, keys_of
+from titanlite.plan.time import Choice, Job, device_named, memory, ring, step
+from titanlite.tools import plan as tool
+from titanlite.tools.plan import ERRORS, job_of, write
+
+GOOD = Choice(dp_shard=32, tp=8, microbatch=16, recompute="full")
+
+
+def job(recipe="llama_70b", *words, device="h100") -> Job:
+    return job_of(read_config(f"train_configs/{recipe}.toml", list(words)), list(words), device, 8)
+
+
+JOB = job()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(GOOD._replace(dp_shard=16, tp=16), id="tp over nodes"),
+        pytest.param(GOOD._replace(microbatch=1), id="microbatch too small"),
+        pytest.param(GOOD._replace(dp_shard=1, pp=32, microbatch=16), id="a pipeline of 32 stages"),
+    ],
+)
+def test_a_bad_mesh_takes_longer(bad):
+    assert step(JOB, bad).total > 1.03 * step(JOB, GOOD).total
+
+
+def test_slow_links_and_a_lack_of_overlap_are_seen():
+    slow = JOB._replace(device=JOB.device.model_copy(update={"network_gb_per_second": 1.0}))
+    sharded = Choice(dp_shard=256, microbatch=1, recompute="full")
+    assert step(slow, sharded).fsdp > 5 * step(JOB, sharded).fsdp
+    assert step(slow, GOOD).tp == step(JOB, GOOD).tp, "tensor parallelism stays within a node"
+    assert ring(JOB, 8, 1, 1e9) < ring(JOB, 8, 8, 1e9), "the ranks of other nodes are further away"
+    assert step(JOB._replace(async_tp=True), GOOD).tp < step(JOB, GOOD).tp
+
+
+def test_candidates_divide_the_ranks_and_fit_and_are_sorted():
+    found = candidates(JOB, 256, "tokens_per_second")
+    assert found and all(each.choice.ranks == 256 for each in found)
+    assert [each.seconds.total for each in found] == sorted(each.seconds.total for each in found)
+    assert max(each.memory for each in found) < JOB.device.memory_gib * 2**30
+    least = candidates(JOB, 256, "memory")[0]
+    assert least.memory == min(memory(JOB, each) for each in choices(JOB, 256))
+    assert not candidates(job("llama_405b"), 8, "memory"), "405B parameters fit no 8 GPUs"
+
+
+def test_experts_are_split_only_where_they_are_divisible():
+    job_of_experts = job("qwen3_30b_a3b")
+    degrees = {each.ep for each in choices(job_of_experts, 32)}
+    assert {1, 2, 32} <= degrees and {each.ep for each in choices(JOB, 64)} == {1}
+    spread, together = Choice(dp_shard=32, ep=32), Choice(dp_shard=32, ep=8)
+    assert step(job_of_experts, spread).ep > step(job_of_experts, together).ep
+
+
+def test_the_output_is_a_configuration_with_the_keys(tmp_path):
+    file = tmp_path / "best.toml"
+    write(file, "train_configs/llama_70b.toml", keys_of(GOOD))
+    config = read_config(file, [])
+    assert config.parallelism.tensor_parallel_degree == 8 and config.training.local_batch_size == 16
+    assert config.activation_checkpoint.mode == "full" and config.training.global_batch_size == 512
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "named"),
+    [
+        ("llama_70b", ["--parallelism.tensor_parallel_degree", "8"], "parallelism.tensor_parallel_degree"),
+        ("llama_70b", ["--training.global_batch_size", "-1"], "training.global_batch_size"),
+        ("llama_70b", ["--training.mixed_precision_param", "float32"], "training.mixed_precision_param"),
+        ("llama_70b_lora", [], "lora.enable"),
+    ],
+)
+def test_what_the_model_of_time_does_not_know_is_refused(recipe, words, named):
+    with pytest.raises(UserError, match=named):
+        job(recipe, *words)
+
+
+def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "best.toml"
+    words = [
+        "plan",
+        "train_configs/llama_124m.toml",
+        "--model.flavor",
+        "debug",
+        "--gpus",
+        "2",
+        "--top",
+        "2",
+        "--output",
+        str(file),
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    tool.main()
+    out = capsys.readouterr().out
+    assert "  2. " in out and "about" in out and "error: 19% on average" in out
+    printed = re.search(r"--training.local_batch_size (\d+)", out)
+    assert printed and read_config(file, []).training.local_batch_size == int(printed[1])
+
+
+def test_where_no_mesh_fits_the_command_ends_with_1(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan", "train_configs/llama_405b.toml", "--gpus", "8"])
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    assert ended.value.code == 1 and "no mesh of 8 x h100 fits" in capsys.readouterr().out
+
+
+def test_an_unknown_device_is_named():
+    with pytest.raises(UserError, match="h100"):
+        device_named("h1000")
+
+
+def test_the_error_that_is_printed_is_the_score():
+    scored, left = score(FILE.read_text(encoding="utf-8"))
+    found = by_device(scored)
+    assert found.keys() == ERRORS.keys()
+    for name, errors in found.items():
+        assert errors == pytest.approx(ERRORS[name], abs=0.002), name
+    assert len(scored) + len(left) == 350

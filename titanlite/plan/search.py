@@ -1,0 +1,124 @@
+"""The meshes of so many ranks, by the predicted time of a step or by memory."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from titanlite.plan.report import GIB, RESERVE
+from titanlite.plan.time import Choice, Job, Seconds, memory, step
+
+Objective = Literal["tokens_per_second", "memory"]
+_MICROBATCHES = (1, 2, 4, 8, 16)
+_SHORTEST = 1024  # tokens of a rank: with fewer, context parallelism splits what is short already
+_SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}  # by the stages of a rank
+_COSTS = {
+    "matmuls": "in matmuls",
+    "attention": "in attention",
+    "elementwise": "in norms, activations and logits",
+    "fsdp": "waiting for FSDP's all-gathers and reduce-scatters",
+    "tp": "waiting for the collectives of tensor parallelism",
+    "cp": "waiting for keys and values of context parallelism",
+    "ep": "waiting for the all-to-alls of experts",
+    "bubble": "in the pipeline bubble and unequal stages",
+    "sends": "sending between stages",
+    "optimizer": "in the optimizer",
+}
+_WAITS = ("fsdp", "tp", "cp", "ep", "bubble", "sends")
+
+
+class Candidate(NamedTuple):
+    """A mesh with its prediction. memory: bytes, roughly."""
+
+    choice: Choice
+    seconds: Seconds
+    memory: float
+
+
+def candidates(job: Job, ranks: int, objective: Objective) -> list[Candidate]:
+    """The best candidate of each mesh that divides the model and fits the memory, the best first."""
+    room, found = job.device.memory_gib * GIB - RESERVE, dict[tuple[int, ...], tuple[float, Candidate]]()
+    for choice in choices(job, ranks):
+        if (size := memory(job, choice)) > room:
+            continue
+        candidate = Candidate(choice, step(job, choice), size)
+        cost = size if objective == "memory" else candidate.seconds.total
+        if choice[:6] not in found or cost < found[choice[:6]][0]:
+            found[choice[:6]] = cost, candidate
+    return [candidate for _, candidate in sorted(found.values(), key=lambda each: each[0])]
+
+
+def choices(job: Job, ranks: int) -> Iterator[Choice]:
+    """Every choice that divides the ranks, the model and the batch."""
+    shape = job.shape
+    experts = [layer.experts.number for layer, _ in shape.layers if layer.experts]
+    for pp, cp, tp in itertools.product(_divisors(ranks), repeat=3):
+        if ranks % (pp * cp * tp) or pp > shape.depth or tp > 4 * job.node or not _splits(job, tp, cp):
+            continue
+        data = ranks // (pp * cp * tp)
+        for replicas in _divisors(data) if job.global_batch % data == 0 else ():
+            shards = data // replicas * cp * tp
+            for ep in _divisors(shards) if experts else [1]:
+                if not any(number % ep for number in experts):
+                    yield from _passes(job, Choice(pp, replicas, data // replicas, cp, tp, ep))
+
+
+def _splits(job: Job, tp: int, cp: int) -> bool:
+    """Whether tensor and context parallelism divide the matrices and the sequence."""
+    if job.seq_len % (2 * cp * tp) or (cp > 1 and job.seq_len // cp < _SHORTEST) or job.shape.vocab % tp:
+        return False
+    matrices = [each for layer, _ in job.shape.layers for each in layer.matrices if each.split]
+    return not any((each.rows if each.split == "column" else each.columns) % tp for each in matrices)
+
+
+def _passes(job: Job, mesh: Choice) -> Iterator[Choice]:
+    for microbatch, recompute in itertools.product(_MICROBATCHES, ("none", "selective", "full")):
+        microbatches, rest = divmod(job.global_batch, mesh.replicas * microbatch)
+        for stages in _SCHEDULES if mesh.pp > 1 else (1,):
+            filled = mesh.pp == 1 or (microbatches >= mesh.pp and (stages == 1 or microbatches % mesh.pp == 0))
+            if rest == 0 and filled and mesh.pp * stages <= job.shape.depth:
+                yield mesh._replace(stages=stages, microbatch=microbatch, recompute=recompute)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+CHOSEN = (
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.context_parallel_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.expert_parallel_degree",
+    "training.local_batch_size",
+    "activation_checkpoint.mode",
+    "parallelism.pipeline_parallel_schedule",
+)
+
+
+def keys_of(choice: Choice) -> dict[str, Any]:
+    """The keys that a choice sets; the schedule only where there is a pipeline."""
+    values = (*choice[:6], choice.microbatch, choice.recompute, _SCHEDULES[choice.stages])
+    return dict(list(zip(CHOSEN, values, strict=True))[: len(CHOSEN) - (choice.pp == 1)])
+
+
+def name_of(choice: Choice) -> str:
+    """Such as "dp_shard 8 x tp 8, microbatch 2, recompute full"."""
+    degrees = zip(("pp", "dp_replicate", "dp_shard", "cp", "tp"), choice[:5], strict=True)
+    mesh = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "1 rank"
+    parts = [mesh, *([f"ep {choice.ep}"] if choice.ep > 1 else []), f"microbatch {choice.microbatch}"]
+    schedule = [_SCHEDULES[choice.stages]] if choice.pp > 1 else []
+    return ", ".join([*parts, *schedule, f"recompute {choice.recompute}"])
+
+
+def why(candidate: Candidate) -> str:
+    """The largest wait of a step."""
+    seconds = candidate.seconds
+    largest = max(_WAITS, key=lambda name: getattr(seconds, name))
+    return f"{getattr(seconds, largest) / seconds.total:.0%} of the step {_COSTS[largest]}"
+
+
+def shares(seconds: Seconds) -> list[str]:
+    """The costs of a step, the largest first."""
+    rows = sorted(seconds._asdict().items(), key=lambda row: -row[1])
+    return [f"{value / seconds.total:6.1%}  {_COSTS[name]}" for name, value in rows if value > 0]

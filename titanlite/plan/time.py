@@ -1,0 +1,285 @@
+"""The seconds of a step, in closed form: matmuls by a roofline, collectives by the links that their ranks have.
+
+FSDP's collectives run behind the computation of a neighboring layer, and cost what is longer; those of tensor, context and
+expert parallelism are waited for. Left out: other kernels than listed, stragglers, a shared network, input and checkpoints.
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from titanlite.config.tables import StrictModel
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import Positive, read_toml, validated
+from titanlite.plan.shape import Layer, Shape
+
+Rate = Annotated[float, Field(gt=0, le=1e9)]
+Share = Annotated[float, Field(gt=0, le=1)]
+_FILE = Path(__file__).with_name("devices.toml")
+_LINK = 0.8  # of a link's bandwidth that NCCL's large collectives reach (nccl-tests on an HGX H100: 360 of 450 GB/s)
+_HOP, _NETWORK_HOP = 2e-6, 6e-6  # seconds of latency between neighbors of a ring
+_LAUNCH = 4e-6  # seconds of a matmul's launch that nothing hides
+_TILE = 128  # rows and columns of a matmul's result that one SM computes
+_ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed
+_FLOAT8 = 0.75  # of the matmul rate in bfloat16 that float8 reaches, both relative to their peaks
+_STREAMS = 10  # hidden states that kernels other than matmuls read or write in a layer's forward pass
+_MOVED = 5  # bytes for each value of these, fitted: 2 if the bandwidth were reached and nothing else moved
+_LOGITS = 32  # bytes for each logit, fitted; titanlite reads and writes 2 and 4 bytes a few times
+
+
+class Device(StrictModel):
+    """A GPU of devices.toml, in the units of its keys."""
+
+    bf16_tflops: Rate
+    fp8_tflops: Annotated[float, Field(ge=0, le=1e9)]  # 0: none
+    memory_gib: Rate
+    memory_gb_per_second: Rate
+    nvlink_gb_per_second: Rate
+    network_gb_per_second: Rate
+    sms: Positive
+    matmul: Share
+    attention: Share
+
+
+def devices() -> dict[str, Device]:
+    found: dict[str, Device] = validated(dict[str, Device], read_toml(_FILE), _FILE.name)
+    return found
+
+
+def device_named(name: str) -> Device:
+    """Raises UserError for an unknown name."""
+    known = devices()
+    if name not in known:
+        raise UserError(f"--device {name}: must be one of {', '.join(known)}")
+    return known[name]
+
+
+class Choice(NamedTuple):
+    """A mesh and what is chosen with it. stages: of a pipeline rank. microbatch: sequences. recompute: of blocks."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    stages: int = 1
+    microbatch: int = 1
+    recompute: str = "none"  # "selective" or "full"
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with their own data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.replicas * self.cp * self.tp
+
+
+class Job(NamedTuple):
+    """What every mesh computes alike."""
+
+    shape: Shape
+    device: Device
+    node: int  # GPUs of a node
+    seq_len: int
+    global_batch: int  # sequences
+    float8: bool = False
+    compiled: bool = True
+    async_tp: bool = False
+    reshard: bool = True  # parameters are gathered for the backward pass again (ZeRO-3)
+    weight_bytes: int = 4  # of a value of the parameters that the optimizer updates
+    reduce_bytes: int = 4  # of a gradient while it is reduced
+
+    def microbatches(self, choice: Choice) -> int:
+        return self.global_batch // (choice.replicas * choice.microbatch)
+
+
+class Seconds(NamedTuple):
+    """A step of the slowest rank. Of communication, what it waits for."""
+
+    matmuls: float
+    attention: float
+    elementwise: float
+    fsdp: float
+    tp: float
+    cp: float
+    ep: float
+    bubble: float  # and unequal stages
+    sends: float  # between stages
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def ring(job: Job, ranks: int, stride: int, size: float) -> float:
+    """Seconds of an all-gather or reduce-scatter of `size` bytes in all. stride: between the numbers of neighboring ranks."""
+    if ranks == 1:
+        return 0.0
+    together = max(1, min(ranks, job.node // stride))  # in a node, where each has a network card
+    inside, outside = job.device.nvlink_gb_per_second, together * job.device.network_gb_per_second
+    bandwidth = (inside if together == ranks else min(inside, outside)) * _LINK * 1e9
+    nodes = ranks // together
+    latency = _HOP * (together - 1) + _NETWORK_HOP * (nodes - 1)
+    return size * (ranks - 1) / ranks / bandwidth + latency
+
+
+def all_to_all(job: Job, ranks: int, size: float) -> float:
+    """Seconds in which a rank sends `size` bytes, in equal parts, to `ranks` ranks that are next to each other."""
+    if ranks == 1:
+        return 0.0
+    together = min(ranks, job.node)
+    inside = size * (together - 1) / ranks / (job.device.nvlink_gb_per_second * _LINK * 1e9)
+    outside = size * (ranks - together) / ranks / (job.device.network_gb_per_second * _LINK * 1e9)
+    return max(inside, outside) + (_NETWORK_HOP if ranks > together else _HOP) * math.log2(ranks)
+
+
+def matmul(job: Job, tokens: float, rows: float, columns: float, batch: int = 1, float8: bool = False) -> float:
+    """Seconds of `batch` matmuls (tokens, columns) x (columns, rows), in whole waves of tiles."""
+    tiles = math.ceil(tokens / _TILE) * math.ceil(rows / _TILE) * batch
+    waves = math.ceil(tiles / job.device.sms) * job.device.sms
+    peak = job.device.fp8_tflops * _FLOAT8 if float8 else job.device.bf16_tflops
+    computed = 2 * waves * _TILE * _TILE * columns / (peak * job.device.matmul * 1e12)
+    moved = 2 * batch * (tokens * columns + rows * columns + tokens * rows) / (job.device.memory_gb_per_second * 1e9)
+    return max(computed, moved) + _LAUNCH
+
+
+class Pass(NamedTuple):
+    """Seconds of the forward pass of a layer and a microbatch on a rank; collectives apart from FSDP's are waited for."""
+
+    matmuls: float
+    elementwise: float
+    tp: float
+    cp: float
+    ep: float
+
+
+def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
+    shape, tp = job.shape, choice.tp
+    tokens = choice.microbatch * job.seq_len / choice.cp
+    own, hidden = tokens / tp, 2 * tokens * shape.dim  # between blocks the sequence is split; bytes of hidden states
+    seconds, values = 0.0, _STREAMS * shape.dim * own
+    for rows, columns, split in layer.matrices:
+        # Without a style, each rank of tp multiplies its own tokens.
+        many, parts = (tokens, tp) if split else (own, 1)
+        seconds += matmul(
+            job,
+            many,
+            rows / parts if split == "column" else rows,
+            columns / parts if split == "row" else columns,
+            1,
+            job.float8,
+        )
+        values += 2 * rows * many / (parts if split == "column" else 1)
+        if job.float8:  # inputs are read for their scale, read again and written
+            values += columns * many / (parts if split == "row" else 1)
+    exchanged = 0.0
+    if experts := layer.experts:
+        copies = own * experts.top_k  # rows of a rank, of any experts
+        local = experts.number // choice.ep
+        seconds += 3 * matmul(job, copies / local, experts.hidden, shape.dim, local)
+        values += copies * (4 * shape.dim + 4 * experts.hidden)
+        reached = min(experts.top_k, choice.ep)  # a token goes to each rank once
+        exchanged = 2 * all_to_all(job, choice.ep, 2 * own * reached * shape.dim)
+    elementwise = _MOVED * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else 2)
+    gathers = 2 * sum(each.split == "row" for each in layer.matrices)
+    waits = gathers * ring(job, tp, 1, hidden) * (_ASYNC_TP if job.async_tp else 1)
+    keys = 2 * choice.microbatch * job.seq_len * layer.keys / tp
+    return Pass(seconds, elementwise, waits, ring(job, choice.cp, tp, keys), exchanged)
+
+
+def sharded(job: Job, layer: Layer, choice: Choice) -> tuple[float, float]:
+    """Seconds of FSDP's all-gather of a layer, and of its reduce-scatter."""
+    dense, experts = layer.dense_parameters / choice.tp, layer.expert_parameters(job.shape.dim) / choice.ep
+    group = choice.dp_shard * choice.cp
+    of_experts = group * choice.tp // choice.ep
+
+    def both(itemsize: int) -> float:
+        apart = ring(job, of_experts, choice.ep, experts * itemsize) if experts else 0.0
+        return ring(job, group, choice.tp, dense * itemsize) + apart
+
+    return both(2), both(job.reduce_bytes)
+
+
+def step(job: Job, choice: Choice) -> Seconds:
+    """A step of one rank. choice must divide the ranks, the batch and the model."""
+    shape, device, microbatches = job.shape, job.device, job.microbatches(choice)
+    tokens = choice.microbatch * job.seq_len / choice.cp
+    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[choice.recompute]
+    attention = shape.attention * tokens / choice.tp / (device.bf16_tflops * device.attention * 1e12) / shape.depth
+    attention *= 1 + (1 / 3 if choice.recompute == "full" else 0)
+    parts, fsdp, gathers, reduces = [0.0] * 5, 0.0, 0.0, 0.0
+    for layer, often in shape.layers:
+        ahead = forward(job, layer, choice)
+        # The backward pass has twice the matmuls; what is recomputed comes on top. Collectives are kept by "selective".
+        repeated = 1.0 if choice.recompute == "full" else 0.0
+        often_run = (3 + again, 3 + (again > 0), 2 + repeated, 2 + repeated, 2 + repeated)
+        for index, (each, times) in enumerate(zip(ahead, often_run, strict=True)):
+            parts[index] += often * each * times
+        gather, reduce = sharded(job, layer, choice)
+        gathers, reduces = gathers + often * gather, reduces + often * reduce
+        if choice.pp == 1:
+            busy = ahead.matmuls + ahead.elementwise + attention / 3
+            behind = busy * (2 + again) + ahead.tp
+            fsdp += often * (max(0.0, gather - busy) + max(0.0, (gather if job.reshard else 0.0) + reduce - behind))
+    head = 3 * matmul(job, tokens, shape.vocab / choice.tp, shape.dim)
+    logits = _LOGITS * tokens * shape.vocab / choice.tp / (device.memory_gb_per_second * 1e9)
+    stages = choice.pp * choice.stages
+    own = [microbatches * each / choice.pp for each in (*parts, attention * shape.depth)]
+    whole = sum(own) + microbatches * (head + logits) / choice.pp
+    longest = math.ceil(shape.depth / stages) * stages / shape.depth  # of the stages, relative to the mean
+    late = sum(own) * (longest - 1) + microbatches * (head + logits) * (1 - 1 / choice.pp) * (longest == 1)
+    bubble = late + (whole + late) * (choice.pp - 1) / (choice.stages * microbatches)
+    if choice.pp > 1:  # gathered once, reduced once, and only a part of it behind computation
+        fsdp = (gathers + reduces) / choice.pp / 2
+    else:
+        fsdp *= microbatches
+    edge = choice.dp_shard * choice.cp
+    of_embeddings = shape.embeddings / choice.tp * (2 + job.reduce_bytes) / choice.pp
+    fsdp += ring(job, edge, choice.tp, of_embeddings) * (1 if choice.pp > 1 else microbatches)
+    values = parameters_of_rank(job, choice)
+    replicas = 2 * ring(job, choice.dp_replicate, edge * choice.tp, job.reduce_bytes * values)
+    fsdp += max(0.0, replicas - whole / microbatches / 2)  # the last microbatch's backward pass hides the rest
+    between = 2 * tokens * shape.dim / choice.tp / (device.network_gb_per_second * _LINK * 1e9) + _NETWORK_HOP
+    sends = 2 * microbatches * choice.stages * between if choice.pp > 1 else 0.0
+    # parameters, gradients and two moments are read, all but gradients written
+    update = 7 * job.weight_bytes * values / (device.memory_gb_per_second * 1e9)
+    of_head = microbatches / choice.pp
+    return Seconds(
+        own[0] + head * of_head, own[5], own[1] + logits * of_head, fsdp, own[2], own[3], own[4], bubble, sends, update
+    )
+
+
+def parameters_of_rank(job: Job, choice: Choice) -> float:
+    """Parameters that a rank updates, on average over a pipeline."""
+    shape = job.shape
+    every = shape.embeddings + sum(n * (each.dense_parameters + each.expert_parameters(shape.dim)) for each, n in shape.layers)
+    return every / (choice.pp * choice.dp_shard * choice.cp * choice.tp)
+
+
+def memory(job: Job, choice: Choice) -> float:
+    """Bytes that the fullest rank of a mesh holds, roughly: `titanlite estimate` measures them."""
+    shape, microbatches = job.shape, job.microbatches(choice)
+    tokens = choice.microbatch * job.seq_len / (choice.cp * choice.tp)
+    share = math.ceil(shape.depth / choice.pp)  # layers of a rank
+    states = 4 * job.weight_bytes * parameters_of_rank(job, choice)
+    kept, widest, gathered = 0.0, 0.0, 0.0
+    for layer, often in shape.layers:
+        rows = sum(each.rows for each in layer.matrices)
+        copies = layer.experts.top_k * (2 * shape.dim + 3 * layer.experts.hidden) if layer.experts else 0
+        # Uncompiled blocks keep about twice what matmuls read; "selective" keeps 286 KiB a token of a Llama 70B block.
+        every = 4 * (4 * shape.dim + 1.5 * rows + copies) * tokens
+        part = {"none": every, "selective": 0.45 * every, "full": 2 * shape.dim * tokens}[choice.recompute]
+        kept += part * often / shape.depth * share
+        weights = layer.dense_parameters / choice.tp + layer.expert_parameters(shape.dim) / choice.ep
+        widest = max(widest, 2 * every + 2 * 2 * weights + job.reduce_bytes * weights)
+        gathered += weights * often / shape.depth * share
+    if choice.pp > 1:  # gathered parameters and their whole gradients stay
+        return states + kept * min(microbatches, choice.pp + choice.stages - 1) + widest + gathered * (2 + job.reduce_bytes)
+    head = (2 + 2 * job.reduce_bytes) * shape.dim * shape.vocab / choice.tp
+    return states + kept + max(widest, head) + 2 * 2**30

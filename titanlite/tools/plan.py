@@ -1,0 +1,188 @@
+"""titanlite plan CONFIG.toml --gpus N --device h100 [--nodes-of 8] [--objective memory] [--top 5] [--output FILE.toml] [...]
+
+Predicts the time of a step on every mesh of N GPUs that the model and the global batch allow, and prints the fastest that fit,
+or, with --objective memory, those that hold the least. It chooses the degrees of the mesh, the schedule of a pipeline,
+training.local_batch_size and activation_checkpoint.mode; everything else is the configuration's. `titanlite check` has accepted
+each mesh that is printed, and the memory of the first is that of `titanlite estimate`. Speeds are predictions: the last line
+says how far they have been from published runs. --output writes the first mesh as a file whose base is CONFIG.toml.
+
+Exit code 0 with a mesh, 1 when none fits, 2 for a fault of the configuration.
+"""
+
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from titanlite.config.read import Faults, read_config, read_words
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import BEFORE_2_13
+from titanlite.loop.checks import check
+from titanlite.plan.predict import Prediction, predict
+from titanlite.plan.report import GIB, fits
+from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_of, shares, why
+from titanlite.plan.shape import Shape
+from titanlite.plan.time import Choice, Job, device_named, devices
+from titanlite.registry.family import family_of
+from titanlite.tools.options import PREDICTED, WholeNumber, config_parser, new_path
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.meta import on_meta
+
+_TRIED = 40  # candidates that `check` sees before the search gives up
+# Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
+ERRORS = {
+    "a100 dense": (0.111, 0.222),
+    "b200 dense": (0.091, 0.255),
+    "h100 dense": (0.190, 0.458),
+    "h100 MoE": (0.307, 0.459),
+    "h200 dense": (0.103, 0.163),
+}
+
+
+class Winner(NamedTuple):
+    """A candidate that is sound. measured: bytes by `estimate`, for the first one."""
+
+    candidate: Candidate
+    measured: int | None
+
+
+def main() -> None:
+    parser = config_parser("plan", PREDICTED, "--gpus")
+    parser.add_argument("--device", choices=list(devices()), default="h100")
+    parser.add_argument("--nodes-of", type=WholeNumber(1, 1024), default=8, help="GPUs that NVLink connects")
+    parser.add_argument("--objective", choices=["tokens_per_second", "memory"], default="tokens_per_second")
+    parser.add_argument("--top", type=WholeNumber(1, 20), default=5)
+    parser.add_argument("--output", type=new_path, metavar="FILE.toml")
+    options, words = parser.parse_known_args()
+    path, config = read_words(words, f"{parser.prog} CONFIG.toml --gpus N --device h100 [--section.key value ...]")
+    job = job_of(config, words[1:], options.device, options.nodes_of)
+    if options.output and options.output.exists():
+        raise UserError(f"--output {options.output}: exists; name a new file")
+    found = candidates(job, options.gpus, options.objective)
+    winners, refused = sound(found, path, words[1:], options.gpus, job, options.top)
+    if not winners:
+        reason = f"; the best are refused: {refused[0]}" if refused else ", or none divides the model and the batch"
+        print(f"{config.model.title}: no mesh of {options.gpus} x {options.device} fits{reason}")
+        sys.exit(1)
+    print("\n".join(lines(winners, config, job, options.gpus, options.device, len(refused))))
+    if options.output:
+        write(options.output, path, keys_of(winners[0].candidate.choice))
+
+
+def job_of(config: Config, words: list[str], device: str, node: int) -> Job:
+    """Raises UserError for a configuration that the model of time does not know."""
+    training, family = config.training, family_of(config.model)
+    given = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+    if chosen := [key for key in given if key in CHOSEN]:
+        raise UserError(f"--{chosen[0]}: plan chooses it; leave the option out")
+    if training.global_batch_size < 0:
+        raise UserError("training.global_batch_size: must be given, since a plan compares meshes with the same batch")
+    if config.lora.enable:
+        raise UserError("lora.enable = true: plan does not know frozen weights; compare meshes with titanlite estimate")
+    if config.float8.enable and not device_named(device).fp8_tflops:
+        raise UserError(f"float8.enable = true: --device {device} has no float8 matmuls")
+    if training.mixed_precision_param == "float32":
+        raise UserError('training.mixed_precision_param = "float32": plan knows bfloat16; set it to "bfloat16"')
+    return Job(
+        Shape.of(family, on_meta(family, config), training.seq_len),
+        device_named(device),
+        node,
+        training.seq_len,
+        training.global_batch_size,
+        float8=config.float8.enable,
+        compiled=config.compile.enable,
+        async_tp=config.parallelism.enable_async_tensor_parallel,
+        reshard=config.parallelism.fsdp_reshard_after_forward != "never",
+        weight_bytes=DTYPES[training.dtype].itemsize,
+        reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
+    )
+
+
+def sound(
+    found: list[Candidate], path: str, words: list[str], ranks: int, job: Job, top: int
+) -> tuple[list[Winner], list[str]]:
+    """(the first candidates that `check` accepts, of which the first fits by `estimate`; why others are refused)."""
+    winners: list[Winner] = []
+    refused: list[str] = []
+    for candidate in found[:_TRIED]:
+        chosen = [word for key, value in keys_of(candidate.choice).items() for word in (f"--{key}", str(value))]
+        try:
+            config = read_config(path, [*words, *chosen])
+            check(config, path, ranks, open_files=False, elsewhere=not torch.cuda.is_available())
+        except Faults as faults:
+            refused.append(f"{name_of(candidate.choice)}: {faults.faults[0]}")
+            continue
+        measured = None
+        if not winners and not BEFORE_2_13:  # which cannot predict with bfloat16
+            prediction = predicted(config, ranks)
+            measured = prediction.memory.total
+            if not fits(prediction, job.device.memory_gib):
+                refused.append(f"{name_of(candidate.choice)}: takes {measured / GIB:.0f} GiB by titanlite estimate")
+                continue
+        winners.append(Winner(candidate, measured))
+        if len(winners) == top:
+            break
+    return winners, refused
+
+
+def predicted(config: Config, ranks: int) -> Prediction:
+    """`predict` in a process of its own: DTensor's caches name the process groups of a mesh that is gone."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(predict, config, ranks).result()
+
+
+def lines(winners: list[Winner], config: Config, job: Job, gpus: int, device: str, refused: int) -> list[str]:
+    first = winners[0].candidate
+    rate = [_rate(job, each.candidate, gpus) for each in winners]
+    flops = family_of(config.model).module.flops(family_of(config.model).config, job.seq_len)
+    mfu = flops.palm * rate[0] / (job.device.bf16_tflops * 1e12)
+    found = [f"{config.model.title} on {gpus} x {device}: seconds of a step, tokens per second and GPU, GiB of a rank"]
+    for number, (winner, speed) in enumerate(zip(winners, rate, strict=True), 1):
+        candidate = winner.candidate
+        size = f"{winner.measured / GIB:.0f}" if winner.measured else f"about {candidate.memory / GIB:.0f}"
+        numbers = f"{candidate.seconds.total:8.2f} s {speed:9,.0f} {size:>9} GiB"
+        found.append(f"  {number}. {numbers}  {name_of(candidate.choice)}: {why(candidate)}")
+    found += [f"  the first: {_words(first.choice)}", f"  MFU {mfu:.1%} (attention counted the PaLM way); a step spends"]
+    found += [f"    {share}" for share in shares(first.seconds)]
+    if refused:
+        found.append(f"  {refused} better candidates are refused by titanlite check, or do not fit by titanlite estimate")
+    return [*found, f"  {_expected(job, device)}"]
+
+
+def _rate(job: Job, candidate: Candidate, gpus: int) -> float:
+    return job.global_batch * job.seq_len / candidate.seconds.total / gpus
+
+
+def _words(choice: Choice) -> str:
+    return " ".join(f"--{key} {value}" for key, value in keys_of(choice).items())
+
+
+def _expected(job: Job, device: str) -> str:
+    """How far such predictions have been from published runs that nothing was fitted to."""
+    kind = "MoE" if any(layer.experts for layer, _ in job.shape.layers) else "dense"
+    if (error := ERRORS.get(f"{device} {kind}")) is None:
+        return f"error: unknown, since no blind published run is of a {kind} model on {device}"
+    return (
+        f"error: {error[0]:.0%} on average, {error[1]:.0%} in the ninth decile, of published runs of {kind} models on {device}"
+    )
+
+
+def write(output: Path, base: str, keys: dict[str, int | str]) -> None:
+    """A configuration that differs from `base` in these keys."""
+    text = [f'base = "{os.path.relpath(base, output.absolute().parent)}"']
+    for section in dict.fromkeys(key.partition(".")[0] for key in keys):
+        text += ["", f"[{section}]"]
+        for key, value in keys.items():
+            where, _, name = key.partition(".")
+            if where == section:
+                text.append(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}")
+    output.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
