@@ -90,6 +90,10 @@ class Recorder(TorchDispatchMode):
         """What has been recorded so far."""
         return Work(self._flops, dict(self._traffic))
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # it only observes: compiled blocks stay compiled
+
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor, for example, dispatches again on the local tensors
@@ -136,7 +140,7 @@ class Recorder(TorchDispatchMode):
             if match := _FSDP.match(label):
                 return f"{every_layer(match[2])}: {'parameters' if match[1] == 'all_gather' else 'gradients'}"
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARY):
+        while frame is not None and frame.f_globals.get("__name__", _LIBRARY[0]).startswith(_LIBRARY):  # generated code has none
             frame = frame.f_back
         if frame is None or frame.f_code.co_name == "forward_backward":
             return "backward"  # autograd, which undoes what the forward pass has sent
@@ -199,6 +203,10 @@ class Allocations(TorchDispatchMode):
         self.peaks: dict[str, int] = {}  # scope -> the most bytes while it was the current one
         # with the scope that allocated it, and the bytes that do not count
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # it only observes: compiled blocks stay compiled
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
