@@ -166,7 +166,8 @@ def test_a_gpus_operations_keep_less_than_a_cpus_and_a_compilers_less_still():
     """A GPU's attention and norm are one operation each, which keep their inputs and a number for each row."""
     compiled = tiny(compile={"enable": True, "components": ["model"]})
     of_cpu, of_gpu, of_compiler = (
-        predict(config, 1, device).memory.activations for config, device in ((tiny(), "cpu"), (tiny(), "cuda"), (compiled, "cuda"))
+        predict(config, 1, device).memory.activations
+        for config, device in ((tiny(), "cpu"), (tiny(), "cuda"), (compiled, "cuda"))
     )
     shape = FLAVORS["plain"]
     rows = 2 * 512 * shape.n_layers

@@ -140,7 +140,9 @@ class Recorder(TorchDispatchMode):
             if match := _FSDP.match(label):
                 return f"{every_layer(match[2])}: {'parameters' if match[1] == 'all_gather' else 'gradients'}"
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", _LIBRARY[0]).startswith(_LIBRARY):  # generated code has none
+        while frame is not None and frame.f_globals.get("__name__", _LIBRARY[0]).startswith(
+            _LIBRARY
+        ):  # generated code has none
             frame = frame.f_back
         if frame is None or frame.f_code.co_name == "forward_backward":
             return "backward"  # autograd, which undoes what the forward pass has sent

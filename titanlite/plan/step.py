@@ -226,7 +226,7 @@ def _kernels_of(setup: Setup) -> Iterator[None]:
         attention.attend = partial(_attend_on_cuda, elsewhere=attention.attend)
         attention.dense_mask = lambda documents, *_: documents.new_ones(1, 1, 1, 1, dtype=torch.bool)
         if not setup.config.compile.enable:
-            F.rms_norm = lambda x, _, weight, __: _FusedNorm.apply(x, weight)
+            F.rms_norm = _fused_norm  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -270,7 +270,11 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
-        return tuple(torch.empty_like(each) if used else None for each, used in zip((x, weight), ctx.needs_input_grad))
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+def _fused_norm(x: Tensor, _shape: Sequence[int], weight: Tensor, _eps: float) -> Tensor:
+    return _FusedNorm.apply(x, weight)
 
 
 # The head's kernels as inductor fuses them: they write their results and no float32 copy of the logits.
