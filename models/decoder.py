@@ -9,7 +9,7 @@ from models.head import Head
 
 
 class Limits(NamedTuple):
-    """What a family cannot do. Its file says so in `LIMITS`, such as `LIMITS = {"generates": False}`; docs/reference/family.md."""
+    """What a family cannot do. Its file says so in `LIMITS`, such as {"generates": False} (docs/reference/family.md)."""
 
     causal: bool = True  # False: the result of a token depends on later tokens
     generates: bool = True  # False: some layer has a memory of earlier tokens that it does not keep in seq.cache

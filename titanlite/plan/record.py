@@ -184,12 +184,17 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, matmuls: int) -> in
 
 
 # Where PyTorch's table, to which models may add operations of their own, has no formula, or a wrong one. It lacks the CPU's
-# attention kernel: two matmuls forward; backward the scores again and four gradients.
+# attention kernel, and 2.11's takes no grouped queries: two matmuls forward; backward the scores again and four gradients.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     # PyTorch's own fails for the dtype of the result, which the head gives
     torch.ops.aten.addmm: lambda _, a, b, *__, **___: flop_registry[torch.ops.aten.mm](a, b),
-    cpu_attention: lambda q, k, *_, **__: _attention_flops(q, k, 2),
-    cpu_attention_backward: lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
+    **dict.fromkeys(
+        (cpu_attention, torch.ops.aten._scaled_dot_product_flash_attention), lambda q, k, *_, **__: _attention_flops(q, k, 2)
+    ),
+    **dict.fromkeys(
+        (cpu_attention_backward, torch.ops.aten._scaled_dot_product_flash_attention_backward),
+        lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
+    ),
 }
 
 
