@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.ground.torch_private import (
+    ShardingPropagator,
     TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
@@ -208,6 +209,7 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.scope = ""
         self.peaks: dict[str, int] = {}  # scope -> the most bytes while it was the current one
+        self._paused, self._propagate = False, ShardingPropagator._propagate_tensor_meta_non_cached
         # with the scope that allocated it, and the bytes that do not count
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
 
@@ -220,6 +222,8 @@ class Allocations(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
+        if self._paused:
+            return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage, number = tensor.untyped_storage(), storage_of(tensor)
@@ -227,6 +231,23 @@ class Allocations(TorchDispatchMode):
                     self._storages[number] = weakref.ref(storage), self.scope, 0
         self._note(experts.temporary_bytes(operation, _given(operation, args, kwargs)))
         return result
+
+    def __enter__(self) -> Any:
+        """DTensor derives placements on tensors of whole shapes, which no rank has: they do not count."""
+
+        def uncounted(*args: Any) -> Any:
+            self._paused = True
+            try:
+                return self._propagate(*args)
+            finally:
+                self._paused = False
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = uncounted
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate
 
     def begin(self) -> None:
         """Counts only what is allocated from here on, and not what is freed of before.

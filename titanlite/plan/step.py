@@ -159,15 +159,13 @@ def measure_update(setup: Setup, layers: Sequence[str]) -> Update:
         compute = DTYPES[config.training.mixed_precision_param]
         optimizer = build_optimizer(model, config.optimizer, compute, compiler=_without_kernel)
         tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
-        allocations = Allocations()
-        for _ in range(2):  # the second is measured: in the first, DTensor derives placements on whole tensors of its own
-            with allocations:
-                for parameter in trained(model):
-                    parameter.grad = torch.empty_like(parameter)
-            allocations.begin()  # views of parameters, gradients and moments allocate nothing
-            recorder = Recorder(slices)
-            with allocations, recorder:
-                update(model, optimizer, config.optimizer.lr, config.training.max_norm)
+        allocations, recorder = Allocations(), Recorder(slices)
+        with allocations:
+            for parameter in trained(model):
+                parameter.grad = torch.empty_like(parameter)
+        allocations.begin()  # views of parameters, gradients and moments allocate nothing
+        with allocations, recorder:
+            update(model, optimizer, config.optimizer.lr, config.training.max_norm)
     return Update(
         sum(local_bytes(tensor) for tensor in tensors if tensor.ndim),
         max(allocations.peaks.values(), default=0),
