@@ -112,7 +112,7 @@ def training_rows(
 ) -> list[list[str]]:
     """A header and a row for each training run of a part. headroom: of `_headroom`."""
     header = ["run", "tokens/s a GPU", "MFU PaLM", "MFU causal", "PaLM / matmul", "peak GiB", "estimate GiB", "apart"]
-    rows = [[*header, "compiled GiB", "fits", "start s", "first step s", "recompiled", "status"]]
+    rows = [[*header, "fits", "start s", "first step s", "recompiled", "status"]]
     for name, result in runs.items():
         f = result.get("figures", {})
         predicted = estimates.get(f"{part}/{name}", {})
@@ -128,7 +128,6 @@ def training_rows(
                 _shown(f.get("peak_memory_gib"), "{:.2f}"),
                 _shown(estimate, "{:.2f}"),
                 _shown(apart, "{:+.1%}"),
-                _shown(predicted.get("compiled"), "{:.2f}"),
                 "-" if fits is None else "fits" if fits else "does not",
                 _shown(f.get("startup_seconds"), "{:.1f}"),
                 _shown(f.get("first_step_seconds"), "{:.1f}"),

@@ -15,9 +15,14 @@ from tests.tiny import FLAVORS, Model
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.loop.checks import check
+from titanlite.loop.step import build_model
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import GIB, RESERVE
+from titanlite.plan.step import pretended_ranks
+from titanlite.registry.family import family_of
 from titanlite.tools import estimate as tool
+from titanlite.transforms.compile import has_compiler
 
 FOLDER = Path("train_configs")
 # recipe: ranks, parameters
@@ -130,7 +135,45 @@ def test_activations_are_those_that_a_block_really_saves():
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         block(torch.randn(2, 512, shape.dim, requires_grad=True), rope, seq)
     kept = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in elsewhere)
-    assert predict(tiny(), 1).memory.activations == shape.n_layers * kept
+    assert predict(tiny(), 1, "cpu").memory.activations == shape.n_layers * kept
+
+
+@pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler on a CPU")
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
+    """Inductor's code allocates outside of PyTorch's dispatcher, so that its saved tensors are what can be measured."""
+    config = tiny(compile={"enable": True, "components": ["model"]}, activation_checkpoint={"mode": mode})
+    shape, saved = FLAVORS["plain"], {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with pretended_ranks(1):
+        mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), "cpu")
+        model = build_model(family_of(config.model), config, mesh, torch.device("cpu"))
+        seq, tokens = SeqInfo(torch.arange(512).expand(2, 512)), torch.zeros(2, 512, dtype=torch.int64)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model(tokens, seq)
+    of_model = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = sum(size for place, size in saved.items() if place not in of_model)
+    once = tokens.nbytes + 2 * (2 * 512 * shape.head_dim * 4)  # for the embedding's gradient; cosines and sines
+    assert hidden.requires_grad and predict(config, 1, "cpu").memory.activations == pytest.approx(kept - once, rel=0.01)
+
+
+def test_a_gpus_operations_keep_less_than_a_cpus_and_a_compilers_less_still():
+    """A GPU's attention and norm are one operation each, which keep their inputs and a number for each row."""
+    compiled = tiny(compile={"enable": True, "components": ["model"]})
+    of_cpu, of_gpu, of_compiler = (
+        predict(config, 1, device).memory.activations
+        for config, device in ((tiny(), "cpu"), (tiny(), "cuda"), (compiled, "cuda"))
+    )
+    shape = FLAVORS["plain"]
+    rows = 2 * 512 * shape.n_layers
+    # a CPU's norm keeps two more results of float32 than a GPU's, which keeps the number of each row
+    assert of_cpu - of_gpu == pytest.approx(rows * 2 * 4 * shape.dim, rel=1e-3)
+    assert of_compiler < of_gpu
 
 
 @pytest.mark.parametrize(("gib", "code", "verdict"), [(80, 0, "fits"), (3, 1, "does not fit")])

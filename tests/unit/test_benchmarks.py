@@ -66,7 +66,7 @@ def test_every_training_run_for_gpus_fits_by_its_estimate(name):
 def test_a_training_run_that_a_gpu_cannot_hold_is_found():
     run = _TRAINED["8b/4k batch 4"]
     found = estimate_gib(run._replace(options=run.options | {"training.local_batch_size": 6}), 1, rehearse=False)
-    assert not found["fits"] and found["compiled"] < found["total"], found
+    assert not found["fits"], found
 
 
 def test_a_run_that_needs_more_gpus_is_left_out_and_says_so(tmp_path):

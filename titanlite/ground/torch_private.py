@@ -53,6 +53,9 @@ NAMES = {
     "compute_shape_and_offset_at": Name(
         "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset", "the same for the shard of any rank"
     ),
+    "ShardingPropagator": Name(
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator", "whole tensors of a prediction, which no rank holds"
+    ),
     # FSDP2
     "fsdp_common": Name(f"{_FSDP}:_fsdp_common", "its descriptions of meshes, for experts on a mesh of their own"),
     "DefaultReduceScatter": Name(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter", "checks what a waiting all-reduce adds up"),

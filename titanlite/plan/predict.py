@@ -40,6 +40,7 @@ from titanlite.plan.step import (
 )
 from titanlite.plan.trace import Trace, routings
 from titanlite.registry.family import family_of
+from titanlite.transforms.activation_checkpoint import PARTITIONED, compiler_recomputes
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.shards import local_part
@@ -86,7 +87,7 @@ def predict(
             f"{torch.__version__}; it is the same on any machine, without a GPU"
         )
     offload = config.parallelism.cpu_offload
-    degree, whole = config.parallelism.pipeline_parallel_degree, as_measured(config)
+    given, degree, whole = config, config.parallelism.pipeline_parallel_degree, as_measured(config)
     config = pipeline.flat(whole, memory=True) if degree > 1 else whole
     family = family_of(config.model)
     with pretended_ranks(ranks // degree):
@@ -94,7 +95,8 @@ def predict(
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks // degree), "cpu")
         model, replicas = parallelize(family, config, mesh, torch.device("cpu")), mesh["dp_replicate"].size()
         microbatches = config.microbatches(data_degree(mesh))
-        layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type, routings(model, routing))
+        layers, fused = Layers.of(model, family, config), compiles(given, "loss")
+        setup = Setup(family, config, mesh, device_type, routings(model, routing), fused)
         held, host, teacher = measure_memory(setup, layers.few), 0, build_teacher(config, mesh, torch.device("cpu"))
         of_teacher = sum(map(local_bytes, teacher.model.parameters())) if teacher else 0
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
@@ -102,10 +104,12 @@ def predict(
             held = offloaded(held)
         update = whole_update(layers, setup)
         run = layers.each() if isinstance(routing, Trace) else layers  # with a trace no two layers do the same
+        if not compiler_decides(config):  # a graph's collectives have no caller by which they could be named
+            setup = setup._replace(config=config.model_copy(update={"compile": Compile()}))
         measured = Measured(model, layers, run, held, update, microbatches)
         if degree > 1:
             flow = flow_of(whole, family_of(whole.model), mesh["tp"])
-            setup = setup._replace(config=pipeline.flat(whole))
+            setup = setup._replace(config=pipeline.flat(whole).model_copy(update={"compile": setup.config.compile}))
             parts = measure_work(setup, run, in_a_pipeline(microbatches), kept=True)
         else:
             # all microbatches but the last one are equal
@@ -247,12 +251,25 @@ def part_of(layers: Layers, share: StageAssignment) -> Layers:
     return layers._replace(whole=names, stands_for={name: layers.stands_for[name] for name in names})
 
 
+def compiler_decides(config: Config) -> bool:
+    """Whether the compiler chooses what is recomputed, and so how many FLOPs a step has."""
+    by_budget = config.activation_checkpoint.mode == "memory_budget" and config.compile.enable
+    return by_budget or compiler_recomputes(config)
+
+
+def compiles(config: Config, component: str) -> bool:
+    """Whether a prediction has a part compiled. 2.11's partitioner counts the FLOPs of no grouped queries, and fails."""
+    return config.compile.enable and component in config.compile.components and not BEFORE_2_13
+
+
 def as_measured(config: Config) -> Config:
-    """The same run without the compiler, without offloading, and with an attention kernel that this machine has."""
+    """The same run without offloading, with an attention kernel that this machine has, and where blocks are compiled, without
+    inductor's code: they are partitioned as inductor does it, and the operations of both graphs run one by one."""
     attention = "math" if config.model.attention == "math" else "auto"  # the one kernel that keeps all scores
+    compile = Compile(enable=True, components=["model"], backend=PARTITIONED) if compiles(config, "model") else Compile()
     return config.model_copy(
         update={
-            "compile": Compile(),
+            "compile": compile,
             "model": config.model.model_copy(update={"attention": attention}),
             "parallelism": config.parallelism.model_copy(update={"cpu_offload": False, "enable_async_tensor_parallel": False}),
         }

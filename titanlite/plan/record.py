@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.ground.torch_private import (
+    ShardingPropagator,
     TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
@@ -90,6 +91,10 @@ class Recorder(TorchDispatchMode):
         """What has been recorded so far."""
         return Work(self._flops, dict(self._traffic))
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # it only observes: compiled blocks stay compiled
+
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor, for example, dispatches again on the local tensors
@@ -136,7 +141,9 @@ class Recorder(TorchDispatchMode):
             if match := _FSDP.match(label):
                 return f"{every_layer(match[2])}: {'parameters' if match[1] == 'all_gather' else 'gradients'}"
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARY):
+        while frame is not None and frame.f_globals.get("__name__", _LIBRARY[0]).startswith(
+            _LIBRARY
+        ):  # generated code has none
             frame = frame.f_back
         if frame is None or frame.f_code.co_name == "forward_backward":
             return "backward"  # autograd, which undoes what the forward pass has sent
@@ -178,12 +185,17 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, matmuls: int) -> in
 
 
 # Where PyTorch's table, to which models may add operations of their own, has no formula, or a wrong one. It lacks the CPU's
-# attention kernel: two matmuls forward; backward the scores again and four gradients.
+# attention kernel, and 2.11's takes no grouped queries: two matmuls forward; backward the scores again and four gradients.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     # PyTorch's own fails for the dtype of the result, which the head gives
     torch.ops.aten.addmm: lambda _, a, b, *__, **___: flop_registry[torch.ops.aten.mm](a, b),
-    cpu_attention: lambda q, k, *_, **__: _attention_flops(q, k, 2),
-    cpu_attention_backward: lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
+    **dict.fromkeys(
+        (cpu_attention, torch.ops.aten._scaled_dot_product_flash_attention), lambda q, k, *_, **__: _attention_flops(q, k, 2)
+    ),
+    **dict.fromkeys(
+        (cpu_attention_backward, torch.ops.aten._scaled_dot_product_flash_attention_backward),
+        lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
+    ),
 }
 
 
@@ -197,14 +209,21 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.scope = ""
         self.peaks: dict[str, int] = {}  # scope -> the most bytes while it was the current one
+        self._paused, self._propagate = False, ShardingPropagator._propagate_tensor_meta_non_cached
         # with the scope that allocated it, and the bytes that do not count
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # it only observes: compiled blocks stay compiled
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
+        if self._paused:
+            return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage, number = tensor.untyped_storage(), storage_of(tensor)
@@ -212,6 +231,23 @@ class Allocations(TorchDispatchMode):
                     self._storages[number] = weakref.ref(storage), self.scope, 0
         self._note(experts.temporary_bytes(operation, _given(operation, args, kwargs)))
         return result
+
+    def __enter__(self) -> Any:
+        """DTensor derives placements on tensors of whole shapes, which no rank has: they do not count."""
+
+        def uncounted(*args: Any) -> Any:
+            self._paused = True
+            try:
+                return self._propagate(*args)
+            finally:
+                self._paused = False
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = uncounted
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate
 
     def begin(self) -> None:
         """Counts only what is allocated from here on, and not what is freed of before.

@@ -1,6 +1,7 @@
 """What `titanlite estimate` prints."""
 
 from titanlite.config.schema import Config
+from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.plan.predict import Prediction
 from titanlite.plan.record import Channel, Traffic
 
@@ -57,15 +58,13 @@ def _amount(traffic: Traffic) -> str:
 
 def limits(config: Config, routing: str = "balanced") -> list[str]:
     """What the prediction leaves out, takes from another device, or supposes."""
-    found = ["computed with the CPU's attention and norm kernels, and with the chunk sizes that the loss has on CUDA"]
+    found = ["as on CUDA; gaps in the allocator's blocks are not in it"]
+    if config.compile.enable and BEFORE_2_13:
+        found.append("compilation is left out before PyTorch 2.13; a compiled block keeps less")
     if config.parallelism.expert_parallel_degree > 1:
         found.append(f"--routing {routing}: FLOPs and collectives if {_ROWS[routing]}; the memory is enough for any routing")
-    if config.compile.enable:
-        found.append("compilation is left out; a compiled block keeps less")
     if config.compile.enable and config.parallelism.enable_async_tensor_parallel:
         found.append("enable_async_tensor_parallel: the compiler splits collectives of tp into pieces; here they are whole")
-    if config.activation_checkpoint.mode == "memory_budget":
-        found.append("memory_budget: the compiler chooses what to recompute; here nothing is recomputed")
     if config.parallelism.cpu_offload:
         found.append("cpu_offload: masters, gradients and moments are in host memory; copies to and from it are left out")
     return found

@@ -1,7 +1,7 @@
 """Parts of a training step on pretended ranks: FakeTensorMode tensors, which have no memory, and a fake process group.
 
-The modules, hooks and functions are those of a run. Tensors are on the CPU, and so are the attention and norm kernels; the
-loss is computed in chunks of the size that CUDA uses, and attention with sinks or a softcap keeps no scores, as there.
+The modules, hooks and functions are those of a run. Tensors are on the CPU; for a GPU, attention and norms have the operations
+that CUDA has, and the loss its sizes of chunks. Compiled blocks keep what inductor's own partitioner keeps, and run uncompiled.
 """
 
 from collections import Counter
@@ -12,19 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend
 
 from models import attention
 from models.decoder import Decoder
-from models.head import SIZES, Head
+from models.head import SIZES, Head, Kernels
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.torch_private import FakeStore, FakeTensorMode, tree_leaves
 from titanlite.loop.distillation import build_teacher
 from titanlite.loop.step import forward_backward, update
-from titanlite.optim import ema
+from titanlite.optim import ema, own
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.parallelize import parallelize
@@ -54,8 +56,9 @@ class Setup(NamedTuple):
     family: Family
     config: Config
     mesh: DeviceMesh
-    device_type: str  # the device whose chunk sizes the loss uses, and whose kernels compute sinks and softcaps
+    device_type: str  # the device whose kernels compute, and whose chunk sizes the loss uses
     routing: dict[str, Routing]  # of each MoE layer, for what is computed and sent; memory is for the worst
+    fused_loss: bool  # whether the head's kernels are compiled
 
 
 class MicrobatchMemory(NamedTuple):
@@ -158,18 +161,17 @@ def measure_update(setup: Setup, layers: Sequence[str]) -> Update:
         _materialize(model)
         compute = DTYPES[config.training.mixed_precision_param]
         optimizer = build_optimizer(model, config.optimizer, compute, compiler=_without_kernel)
+        own.make_state(optimizer)
         ema.attach(optimizer, config.optimizer.ema_decay)
-        allocations = Allocations()
-        for _ in range(2):  # the second is measured: in the first, DTensor derives placements on whole tensors of its own
-            with allocations:
-                for parameter in trained(model):
-                    parameter.grad = torch.empty_like(parameter)
-            allocations.begin()  # views of parameters, gradients and moments allocate nothing
-            recorder = Recorder(slices)
-            with allocations, recorder:
-                update(model, optimizer, config.optimizer.lr, config.training.max_norm)
-    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]  # an own one makes it in a step
+        allocations, recorder = Allocations(), Recorder(slices)
+        with allocations:
+            for parameter in trained(model):
+                parameter.grad = torch.empty_like(parameter)
+        allocations.begin()  # views of parameters, gradients and moments allocate nothing
+        with allocations, recorder:
+            update(model, optimizer, config.optimizer.lr, config.training.max_norm)
     average = ema.ema_of(optimizer)
+    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
     tensors += average.averages.values() if average else []
     return Update(
         sum(local_bytes(tensor) for tensor in tensors if tensor.ndim),
@@ -197,9 +199,12 @@ def local_bytes(tensor: Tensor) -> int:
 
 
 def _some_layers(setup: Setup, layers: Sequence[str]) -> Decoder:
+    torch.compiler.reset()  # it counts the models that it has compiled
     model = parallelize(setup.family, setup.config, setup.mesh, torch.device("cpu"), layers)
     if isinstance(model.head, Head):
         model.head.sizes = model.head.sizes or SIZES[setup.device_type]
+        if setup.fused_loss:
+            model.head.kernels = _FUSED
     return model
 
 
@@ -220,23 +225,29 @@ def _materialize(model: nn.Module) -> None:
 def _forward_backward(model: Decoder, setup: Setup, microbatches: int) -> None:
     training = setup.config.training
     tokens = torch.zeros(microbatches, training.local_batch_size, training.seq_len + 1, dtype=torch.int64)
-    with _attention_of(setup.device_type):
+    with _kernels_of(setup):
         forward_backward(model, Batch(tokens), setup.mesh, None, GradientSync.of(setup.config))
 
 
+# ----------------------------------------------------------------------------------------------------- operations of a GPU
+
+
 @contextmanager
-def _attention_of(device_type: str) -> Iterator[None]:
-    """On CUDA, FlexAttention computes softcaps and sinks. A CPU holds the scores of all pairs of tokens for them."""
-    attend = attention.attend
-    if device_type == "cuda":
-        attention.attend = _attend_as_flex
+def _kernels_of(setup: Setup) -> Iterator[None]:
+    """The device's attention, and its norms in blocks that are not compiled; masks of FlexAttention take no memory."""
+    before = attention.attend, attention.dense_mask, F.rms_norm
+    if setup.device_type == "cuda":
+        attention.attend = partial(_attend_on_cuda, elsewhere=attention.attend)
+        attention.dense_mask = lambda documents, *_: documents.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        if not setup.config.compile.enable:
+            F.rms_norm = _fused_norm  # type: ignore[assignment]
     try:
         yield
     finally:
-        attention.attend = attend
+        attention.attend, attention.dense_mask, F.rms_norm = before
 
 
-def _attend_as_flex(
+def _attend_on_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -245,11 +256,44 @@ def _attend_as_flex(
     softcap: float | None,
     backend: attention.Backend | None = None,
     sinks: Tensor | None = None,
-    attend: Callable[..., Tensor] = attention.attend,
+    *,
+    elsewhere: Callable[..., Tensor],
 ) -> Tensor:
-    """The shapes of `attend` on CUDA: a fused kernel's, which keeps its result and one number for each query and head."""
-    out = attend(q, k, v, mask, scale, None, backend)
+    """A fused kernel's: it keeps its result and one number for each query and head. So do FlexAttention's, for masks too."""
+    if backend == SDPBackend.MATH:
+        return elsewhere(q, k, v, mask, scale, softcap, backend, sinks)
+    if q.shape[-1] == v.shape[-1]:
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
+    else:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (part.repeat_interleave(groups, dim=1) if groups > 1 else part for part in (k, v))
+        out, log_sum = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[:2]
     if sinks is None:
         return out
-    log_sum = q[..., 0].float()  # in the shape of FlexAttention's
-    return out * (log_sum - sinks[:, None]).sigmoid()[..., None].type_as(out)
+    return out * (log_sum.view(out.shape[:-1]) - sinks[:, None]).sigmoid()[..., None].type_as(out)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The memory of CUDA's fused RMSNorm, which keeps its input and one number for each row. A CPU has several operations."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x, dtype=torch.result_type(x, weight))
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+def _fused_norm(x: Tensor, _shape: Sequence[int], weight: Tensor, _eps: float) -> Tensor:
+    return _FusedNorm.apply(x, weight)
+
+
+# The head's kernels as inductor fuses them: they write their results and no float32 copy of the logits.
+_FUSED = Kernels(
+    lambda logits, _, __: (logits.new_empty(len(logits), dtype=torch.float32),) * 2,
+    lambda *_: None,
+    lambda *_: None,
+)

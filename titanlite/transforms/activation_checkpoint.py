@@ -102,6 +102,10 @@ def chunk_feed_forward(model: Decoder, chunks: int) -> None:
         module.__class__ = _chunked_class(kind, chunks)
 
 
+# A backend of PyTorch that partitions as inductor does and compiles nothing, for predictions.
+PARTITIONED = "aot_eager_decomp_partition"
+
+
 def compiler_recomputes(config: Config) -> bool:
     """Whether "full" is left to inductor, which recomputes only what gradients need: not a block's last matmul and all-to-all.
 
@@ -109,7 +113,7 @@ def compiler_recomputes(config: Config) -> bool:
     sequence. What computes a sequence in parts, or moves inputs to the host, is around compiled blocks.
     """
     cfg, parallel, compiler = config.activation_checkpoint, config.parallelism, config.compile
-    compiled = compiler.enable and "model" in compiler.components and compiler.backend == "inductor"
+    compiled = compiler.enable and "model" in compiler.components and compiler.backend in ("inductor", PARTITIONED)
     split = parallel.tensor_parallel_degree * parallel.context_parallel_degree > 1
     return cfg.mode == "full" and compiled and not (split or cfg.offload or cfg.sequence_chunks > 1)
 
@@ -174,10 +178,10 @@ def model_faults(config: Config, model: Decoder) -> Iterator[str]:
     if cfg.mode == "selective" and isinstance(every, int) and every > len(model.layers):
         yield f"activation_checkpoint.selective_ac_option = {every}: the model has {len(model.layers)} blocks; lower it"
     draws = any(isinstance(module, torch_private.AnyDropout) for module in model.layers.modules())
-    if cfg.mode == "memory_budget" and backend != "inductor" and draws:
+    if (cfg.mode == "memory_budget" or compiler_recomputes(config)) and backend != "inductor" and draws:
         # gradients were off by 87% at a budget of 0.05, with no sign in the loss; for inductor, set_memory_budget keeps seeds
         yield (
-            f'activation_checkpoint.mode = "memory_budget": compile.backend = "{backend}" would recompute dropout in blocks '
+            f'activation_checkpoint.mode = "{cfg.mode}": compile.backend = "{backend}" would recompute dropout in blocks '
             'with other random numbers; use "inductor"'
         )
 
