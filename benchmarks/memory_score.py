@@ -2,7 +2,7 @@
 
 Runs of programs that shard as titanlite does: torchtitan and KempnerForge. Both hold all logits of a microbatch, of which
 titanlite holds chunks: 12 bytes each are added (bfloat16, its float32 copy, the log-softmax, a gradient), split over
-tensor-parallel ranks. Nothing else is fitted. "Reserved" peaks have the gaps of the allocator's blocks, which no estimate knows.
+tensor-parallel ranks. Nothing else is fitted. "Reserved" peaks have the gaps of the allocator's blocks, which none has.
 """
 
 import argparse

@@ -117,7 +117,7 @@ class Pairs(NamedTuple):
         return cls(order[:n] // numbers.shape[1], order[:n], positions.view_as(numbers), ends)
 
     def sums(self, rows: Tensor) -> Tensor:
-        """Of each token's rows (n + 1, a), of which the last is not read -> (tokens, a). Added up in float32."""
+        """Of each token's rows (n + 1, a), of which the last is not read -> (tokens, a). Summed in float32."""
         return F.embedding_bag(self.positions, rows, mode="sum", padding_idx=len(self.tokens))
 
 

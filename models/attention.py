@@ -191,7 +191,7 @@ def attend(
     1 / sqrt(head_dim). softcap: a score s becomes softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2). backend:
     the only kernel that may run, one of scaled_dot_product_attention's, TILES or FLEX_FLASH; None: PyTorch chooses, and
     FlexAttention runs where no other kernel is efficient. sinks: (heads,), scores of one more key, of which the value is 0, so
-    that the weights of a query may add up to less than 1 (Xiao et al., arXiv:2309.17453; learned, as in arXiv:2508.10925,
+    that the weights of a query may sum to less than 1 (Xiao et al., arXiv:2309.17453; learned, as in arXiv:2508.10925,
     section 2.2).
     """
     plain = softcap is None and sinks is None

@@ -61,7 +61,7 @@ class Flops(NamedTuple):
 
 
 def transformer_flops(matmul_parameters: int, heads_dim: int, seq_len: int, windows: Iterable[int | None]) -> Flops:
-    """FLOPs per token of a decoder: 6 per parameter of a matrix product, 12 H Q T per layer of attention (PaLM, appendix B).
+    """FLOPs per token of a decoder: 6 per parameter of a matmul, 12 H Q T per layer of attention (PaLM, appendix B).
 
     heads_dim: total width of the query heads, H Q. windows: the attention window of each layer in tokens; None: no window.
     """

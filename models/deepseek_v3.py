@@ -44,7 +44,7 @@ class Config:
     groups: int = 1  # of experts
     top_groups: int = 1  # those from which the experts of a token are chosen
     scale: float = 1.0  # of the weights of a token's experts
-    normalised: bool = True  # those weights, before that, add up to 1
+    normalised: bool = True  # those weights, before that, sum to 1
     vocab_size: int = 129_280
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0

@@ -1,7 +1,7 @@
 """The text models of Gemma 3 (arXiv:2503.19786), and Gemma 2 (arXiv:2408.00118): everything about the family in one file.
 
 Attention and feed-forward have a norm before and after them. Most layers are local: they attend to a window and have their own
-RoPE base. Embeddings are scaled, and tied to the output projection. Gemma 2 caps scores and logits; Gemma 3 normalises queries
+RoPE base. Embeddings are scaled, and tied to the output projection. Gemma 2 caps scores and logits; Gemma 3 normalizes queries
 and keys instead.
 """
 
@@ -180,14 +180,14 @@ class Model(Decoder):
 
 def sharding(config: Config) -> dict[str, str]:
     """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/reference/styles.md."""
-    norms = {"layers.*.attention.[qk]_norm": "replicate"} if config.qk_norm else {}  # each rank normalises its own heads
+    norms = {"layers.*.attention.[qk]_norm": "replicate"} if config.qk_norm else {}  # each rank normalizes its own heads
     return {
         "embed": "vocab",
         "layers.*.attention_norm": "sequence",
         "layers.*.attention.w[qkv]": "column",
         **norms,
         "layers.*.attention.wo": "row",
-        "layers.*.attention_post_norm": "replicate",  # each rank normalises its slice of the tokens
+        "layers.*.attention_post_norm": "replicate",  # each rank normalizes its slice of the tokens
         "layers.*.ffn_norm": "sequence",
         "layers.*.ffn.w[13]": "column",
         "layers.*.ffn.w2": "row",

@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(c.dim, c.norm_eps)
         self.attention = Attention(c)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
-        # the softmax over the chosen experts is that over all of them, normalised
+        # the softmax over the chosen experts is that over all of them, normalized
         router = Router(c.dim, c.n_experts, c.top_k, logit_bias=True)
         self.ffn = MoE(router, Experts(c.n_experts, c.dim, c.expert_dim, "clamped_swiglu", bias=True))
 

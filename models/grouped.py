@@ -59,7 +59,7 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("titanlite::grouped_sum", mutates_args=())
 def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
-    """The sum of each expert's rows (n, a) -> (experts, a), added up in float32."""
+    """The sum of each expert's rows (n, a) -> (experts, a), summed in float32."""
     ones = rows.new_ones(len(rows), 8)  # as wide as the kernel's alignment
     if _has_kernel(rows, ones):
         return grouped_outer(rows, ones, ends)[..., 0].contiguous()

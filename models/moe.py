@@ -1,4 +1,4 @@
-"""Mixture of experts (MoE): a router sends each token to a few of many feed-forward layers, and no token is dropped.
+"""MoE layers (mixture of experts): a router sends each token to a few of many feed-forward layers, and no token is dropped.
 
 Rows of tokens are sorted by their expert, and each matmul multiplies every expert's rows by its own matrix (grouped.py).
 Experts know no tensor parallelism: sequence parallelism gives each rank its own tokens. With expert parallelism, rows are
@@ -96,7 +96,7 @@ class _Aside(torch.autograd.Function):
 
 
 def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
-    """The matmul of two bfloat16 matrices on CUDA, added up and returned in float32: tensor cores round no product."""
+    """The matmul of two bfloat16 matrices on CUDA, accumulated and returned in float32: tensor cores round no product."""
     return torch.mm(left, right, out_dtype=torch.float32)
 
 
@@ -180,7 +180,7 @@ class RouterLosses(NamedTuple):
 class Router(nn.Module):
     """Chooses `top_k` experts for each token, and the weights of their results.
 
-    score: of the logits, a softmax over all experts or a sigmoid of each. normalised: the weights of a token add up to 1.
+    score: of the logits, a softmax over all experts or a sigmoid of each. normalised: the weights of a token sum to 1.
     scale: a factor of the weights. groups, top_groups: the experts are in so many groups of equal size, and only those in the
     `top_groups` best groups, by the sum of their two best scores, can be chosen. bias: a buffer that is added to the scores for
     the choice alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). logit_bias: a parameter that is added to the logits.

@@ -1,6 +1,6 @@
 """OLMo 2 (arXiv:2501.00656): everything about the family in one file.
 
-The norms follow attention and feed-forward instead of preceding them. Queries and keys are normalised over all heads together.
+The norms follow attention and feed-forward instead of preceding them. Queries and keys are normalized over all heads together.
 """
 
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ def sharding(config: Config) -> dict[str, str]:
         "layers.*.attention.w[qkv]": "column",
         "layers.*.attention.[qk]_norm": "features",
         "layers.*.attention.wo": "row",
-        "layers.*.attention_norm": "replicate",  # each rank normalises its slice of the tokens
+        "layers.*.attention_norm": "replicate",  # each rank normalizes its slice of the tokens
         "layers.*.ffn_input": "sequence",
         "layers.*.ffn.w[13]": "column",
         "layers.*.ffn.w2": "row",

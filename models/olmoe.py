@@ -1,6 +1,6 @@
 """OLMoE (arXiv:2409.02060): everything about the family in one file.
 
-The norms precede attention and experts, as in Llama. Queries and keys are normalised over all heads together, as in OLMo 2.
+The norms precede attention and experts, as in Llama. Queries and keys are normalized over all heads together, as in OLMo 2.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Config:
     expert_dim: int  # the hidden width of one expert
     n_experts: int = 64
     top_k: int = 8  # experts of a token
-    normalised: bool = False  # whether the weights of a token's experts add up to 1
+    normalised: bool = False  # whether the weights of a token's experts sum to 1
     vocab_size: int = 50_304
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0

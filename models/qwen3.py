@@ -1,6 +1,6 @@
 """Qwen 3 (arXiv:2505.09388) and Qwen 2 and 2.5 (arXiv:2412.15115): everything about the family in one file.
 
-The block is Llama's. Qwen 3 normalises the queries and keys of each head; Qwen 2 has biases for queries, keys and values.
+The block is Llama's. Qwen 3 normalizes the queries and keys of each head; Qwen 2 has biases for queries, keys and values.
 """
 
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class Model(Decoder):
 
 def sharding(config: Config) -> dict[str, str]:
     """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/reference/styles.md."""
-    norms = {} if config.qkv_bias else {"layers.*.attention.[qk]_norm": "replicate"}  # each rank normalises its own heads
+    norms = {} if config.qkv_bias else {"layers.*.attention.[qk]_norm": "replicate"}  # each rank normalizes its own heads
     return {
         "embed": "vocab",
         "layers.*.attention_norm": "sequence",

@@ -31,7 +31,7 @@ class Config:
     expert_dim: int  # the hidden width of one expert
     n_experts: int = 128
     top_k: int = 8  # experts of a token
-    normalised: bool = True  # the weights of a token's experts add up to 1
+    normalised: bool = True  # the weights of a token's experts sum to 1
     vocab_size: int = 151_936
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
@@ -113,7 +113,7 @@ def sharding(config: Config) -> dict[str, str]:
         "embed": "vocab",
         "layers.*.attention_norm": "sequence",
         "layers.*.attention.w[qkv]": "column",
-        "layers.*.attention.[qk]_norm": "replicate",  # each rank normalises its own heads
+        "layers.*.attention.[qk]_norm": "replicate",  # each rank normalizes its own heads
         "layers.*.attention.wo": "row",
         "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the tokens
         "layers.*.ffn.router": "replicate",

@@ -1,6 +1,6 @@
 """Rotary positions, and their scalings for sequences longer than those of pretraining.
 
-A scaling lowers the frequencies of rotation, so that positions beyond the original length turn queries and keys by angles that
+A scaling lowers the frequencies of rotation, so that positions beyond the original length rotate queries and keys as
 the model knows. `SCALINGS` lists what there is; docs/reference/rope.md says which to choose.
 """
 
@@ -22,7 +22,7 @@ class LinearScaling(NamedTuple):
 
 
 class DynamicScaling(NamedTuple):
-    """Raises the base with the length of the text at hand, so that the lowest frequency is divided by factor x length /
+    """Raises the base with the length of the current text, so that the lowest frequency is divided by factor x length /
     max_positions - (factor - 1), and the highest is kept ("Dynamic NTK": Peng et al., arXiv:2309.00071, section 3.3; the
     formula is that of transformers). For generation and evaluation only.
     """

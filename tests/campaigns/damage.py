@@ -3,7 +3,7 @@
     python -m tests.campaigns.damage [--cases 20] [--seed 0] [--mesh 1x1x1x2]
 
 A file is a checkpoint's, a report's, the configuration's or a token folder's; the damage is a bit, a hole, a shorter or longer
-file, none at all, or the contents of its neighbour. Afterwards the run either goes on, and every step that it adds is bit for
+file, none at all, or the contents of its neighbor. Afterwards the run either goes on, and every step that it adds is bit for
 bit that of the undamaged run, or it ends with a message that has the file's name, and checkpoints, data and reports are as
 they were.
 """
@@ -57,12 +57,12 @@ def damage(folder: Path, draw: random.Random) -> tuple[Path, str]:
     chosen = [path for place in ("out", "tokens") for path in sorted((folder / place).rglob("*")) if path.is_file()]
     chosen = [path for path in chosen if path.stat().st_size and "events.out" not in path.name]
     path = draw.choice(chosen)
-    kind = draw.choice([*DAMAGES, "removed", "its neighbour's"])
+    kind = draw.choice([*DAMAGES, "removed", "its neighbor's"])
     if kind == "removed":
         path.unlink()
-    elif kind == "its neighbour's":
-        neighbours = [other for other in path.parent.iterdir() if other.is_file() and other != path]
-        shutil.copyfile(draw.choice(sorted(neighbours)) if neighbours else path, path)
+    elif kind == "its neighbor's":
+        neighbors = [other for other in path.parent.iterdir() if other.is_file() and other != path]
+        shutil.copyfile(draw.choice(sorted(neighbors)) if neighbors else path, path)
     else:
         path.write_bytes(DAMAGES[kind](path.read_bytes(), draw))
     return path, kind
@@ -119,7 +119,7 @@ def campaign(folder: Path, cases: int, seed: int, mesh: Mesh) -> Report:
             broken.append(f"{path.relative_to(copy)}, {kind}: {wrong}: {ended.err[-600:]}")
         else:
             shutil.rmtree(copy)
-    kinds = " ".join(f"{kind}: {counts[kind]}" for kind in (*DAMAGES, "removed", "its neighbour's"))
+    kinds = " ".join(f"{kind}: {counts[kind]}" for kind in (*DAMAGES, "removed", "its neighbor's"))
     figures = {
         "mesh": str(mesh),
         "damages": cases,

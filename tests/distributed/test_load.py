@@ -145,10 +145,10 @@ def test_what_is_excluded_keeps_its_initial_value_and_all_else_is_loaded(pools, 
     start |= {"exclude_from_loading": ["model.layers.1.*", "model.embed.*", "model.head.output.*"]}
     assert train(pools, SHARD, tmp_path / "fresh", 2, **still)[0].error == ""
     assert train(pools, SHARD, tmp_path / "some", 2, checkpoint=start, **still)[0].error == ""
-    fresh, learnt, found = stored(tmp_path / "fresh", 2), stored(half, 4), stored(tmp_path / "some", 2)
+    fresh, learned, found = stored(tmp_path / "fresh", 2), stored(half, 4), stored(tmp_path / "some", 2)
     for name in shapes("plain"):
-        assert not torch.equal(learnt[name], fresh[name]), name
-        expected = fresh if name.startswith(("model.layers.1.", "model.embed.", "model.head.output.")) else learnt
+        assert not torch.equal(learned[name], fresh[name]), name
+        expected = fresh if name.startswith(("model.layers.1.", "model.embed.", "model.head.output.")) else learned
         assert torch.allclose(found[name], expected[name], rtol=0, atol=1e-12), name
 
 

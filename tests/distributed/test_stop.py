@@ -39,7 +39,7 @@ def answers(requests: dict[int, tuple[int, int]], steps: int) -> list[str | None
     [
         ({2: (3, signal.SIGTERM)}, "rank 2 got SIGTERM"),
         ({0: (3, signal.SIGUSR1)}, "rank 0 got SIGUSR1"),
-        (dict.fromkeys(range(4), (3, signal.SIGUSR2)), "the launcher of rank 3 was asked to stop"),
+        (dict.fromkeys(range(4), (3, signal.SIGUSR2)), "the launcher of rank 3 was requested to stop"),
         ({1: (3, signal.SIGTERM), 3: (4, signal.SIGTERM)}, "rank 1 got SIGTERM"),
     ],
 )

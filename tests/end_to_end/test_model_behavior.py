@@ -128,7 +128,7 @@ def test_a_right_fork_that_failed_by_the_jumps_of_its_router_passes():
 @pytest.mark.parametrize("router", [name for name in ROUTERS if name != "sigmoid"])  # that of 300 is 1, for all experts
 def test_a_router_whose_scores_bfloat16_cannot_tell_apart_is_a_fault(monkeypatch, router):
     (fault,) = behavior.bfloat16_faults(routed(monkeypatch, lambda scores: ROUTERS[router](scores + 300), 0))
-    assert fault.startswith("in bfloat16 what tells the scores apart by which layers.0.ffn decides differs by ")
+    assert fault.startswith("in bfloat16 what distinguishes the scores by which layers.0.ffn decides differs by ")
 
 
 def test_a_padding_that_changes_what_is_generated_is_named():

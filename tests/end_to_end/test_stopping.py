@@ -113,7 +113,7 @@ def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_a
     wait_until(lambda: len(started.ranks()) == 2, started)
     started.process.send_signal(signal.SIGTERM)
     ended = finish(started)
-    stopped = assert_stopped(ended, folder, "the launcher of rank 1 was asked to stop")
+    stopped = assert_stopped(ended, folder, "the launcher of rank 1 was requested to stop")
     assert "SIGTERM: the ranks finish their step, save and stop; a second signal ends them at once" in ended.err
 
     ended = run("run.toml", "--training.steps", str(stopped + 2), folder=folder, NGPU="2")
@@ -171,7 +171,7 @@ def test_a_second_signal_ends_a_run_at_once(failing):
 
 @pytest.mark.slow
 def test_a_connection_that_breaks_is_an_exception_and_not_the_end_of_a_rank(failing):
-    """gloo writes to sockets as this does; by SIGPIPE, the death of a rank would be that of its neighbours."""
+    """gloo writes to sockets as this does; by SIGPIPE, the death of a rank would be that of its neighbors."""
     ended = run("run.toml", folder=failing, NGPU="2", WAY_1="breaks a pipe")
     assert (ended.code, ended.left) == (0, []), ended.err
     assert (failing / "broken").exists() and steps(failing) == [1, 2, 3]

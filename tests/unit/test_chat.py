@@ -1,4 +1,4 @@
-"""Chats become the tokens that transformers makes of them, and only what the assistant says is to be learnt."""
+"""Chats become the tokens that transformers makes of them, and only what the assistant says is to be learned."""
 
 import itertools
 
@@ -68,22 +68,22 @@ WITH_TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("tools", [[TOOL], [], None])
 def test_tools_beside_the_messages_give_the_tokens_of_transformers(tmp_path, template, tools):
-    ids, learnt = load(tmp_path, WITH_TOOLS + TEMPLATES[template]).encode(CHATS["several turns"], tools)
+    ids, learned = load(tmp_path, WITH_TOOLS + TEMPLATES[template]).encode(CHATS["several turns"], tools)
     assert ids == oracle(tmp_path).apply_chat_template(CHATS["several turns"], tools=tools, return_dict=True)["input_ids"]
-    assert sum(learnt) == sum(load(tmp_path, TEMPLATES[template]).encode(CHATS["several turns"])[1])
+    assert sum(learned) == sum(load(tmp_path, TEMPLATES[template]).encode(CHATS["several turns"])[1])
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("zeros", [{1}, {3}, {1, 5}])
-def test_a_turn_of_weight_0_is_not_learnt_and_the_others_are_as_without_weights(tmp_path, template, zeros):
+def test_a_turn_of_weight_0_is_not_learned_and_the_others_are_as_without_weights(tmp_path, template, zeros):
     chat, turns = load(tmp_path, TEMPLATES[template]), [*CHATS["several turns"], USER, ASSISTANT]
     weighted = [
         {**turn, "weight": float(n not in zeros)} if n % 2 else {**turn, "weight": None} for n, turn in enumerate(turns)
     ]
-    (ids, learnt), (plain_ids, plain) = chat.encode(weighted), chat.encode(turns)
+    (ids, learned), (plain_ids, plain) = chat.encode(weighted), chat.encode(turns)
     assert ids == plain_ids
     kept = [text for number, text in enumerate(said(chat, turns)) if 2 * number + 1 not in zeros]
-    assert said(chat, weighted) == kept and sum(learnt) < sum(plain)
+    assert said(chat, weighted) == kept and sum(learned) < sum(plain)
     assert chat.encode([{**turn, "weight": 1} if n % 2 else turn for n, turn in enumerate(turns)]) == (plain_ids, plain)
 
 
@@ -135,12 +135,12 @@ def each(body: str) -> str:
     ("template", "messages", "reason"),
     [
         (CHATML, [USER, ASSISTANT | {"weight": 0.5}], 'message 2: "weight" must be 0 or 1, not 0.5'),
-        (CHATML, [USER | {"weight": 1}, ASSISTANT], 'message 1: "weight" is 1, but only turns of the assistant are learnt'),
+        (CHATML, [USER | {"weight": 1}, ASSISTANT], 'message 1: "weight" is 1, but only turns of the assistant are learned'),
         (LLAMA, [USER], "no message is the assistant's"),
         (LLAMA, [{"role": "user", "content": "a</s>b"}, ASSISTANT], "message 1 spells </s>"),
         (LLAMA, [USER, {"role": "assistant", "content": "\ufdd0"}], "U\\+FDD0"),
         (LLAMA, [{"role": "wizard", "content": ""}, ASSISTANT], "the chat template refuses it: unknown role wizard"),
-        # a turn that would be learnt is left out
+        # a turn that would be learned is left out
         (CHATML, [USER, _CALL], '"tool_calls" of message 2'),
         (each("{% if m.role != 'assistant' or loop.last %}" + _WHOLE + "{% endif %}"), [USER, ASSISTANT, USER, _OTHER],
          '"content" of message 2'),
@@ -157,7 +157,7 @@ def each(body: str) -> str:
          "changes the text between its generation tags"),
     ],
 )  # fmt: skip
-def test_a_chat_that_cannot_be_learnt_is_refused_with_the_reason(tmp_path, template, messages, reason):
+def test_a_chat_that_cannot_be_learned_is_refused_with_the_reason(tmp_path, template, messages, reason):
     with pytest.raises(ValueError, match=reason):
         load(tmp_path, template).encode(messages)
 

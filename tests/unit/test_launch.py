@@ -101,13 +101,13 @@ def start_ranks(launcher: Launcher, *scripts: str) -> Ranks:
     return ranks
 
 
-def test_a_rank_that_a_signal_is_ending_is_named_and_not_the_neighbour_that_was_gone_before(launcher, tmp_path, monkeypatch):
+def test_a_rank_that_a_signal_is_ending_is_named_and_not_the_neighbor_that_was_gone_before(launcher, tmp_path, monkeypatch):
     """The kernel takes its time to clear a killed process away; here a fifth of a second, or more on a busy machine."""
     monkeypatch.setattr(launch, "_CLEARED", PATIENCE)
     dying = tmp_path / "dying"
-    neighbour = f"import os, sys, time\nwhile not os.path.exists({str(dying)!r}): time.sleep(0.01)\nsys.exit(1)"
+    neighbor = f"import os, sys, time\nwhile not os.path.exists({str(dying)!r}): time.sleep(0.01)\nsys.exit(1)"
     killed = f"import os, time; open({str(dying)!r}, 'w').close(); time.sleep(0.2); os.kill(os.getpid(), 9)"
-    rank, failure = first_failure(end_of(start_ranks(launcher, neighbour, killed)).failures)
+    rank, failure = first_failure(end_of(start_ranks(launcher, neighbor, killed)).failures)
     assert (rank, failure.exitcode) == (1, KILL)
 
 

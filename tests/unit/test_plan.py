@@ -104,7 +104,7 @@ def test_a_hybrid_in_any_order_of_its_kinds_is_what_all_its_layers_give(name, pa
     ("pattern", "ahead", "few"),
     [("a", 1, "a"), ("aaaaaaa", 2, "aaaaa"), ("mlamlamla", 1, "mlamla"), ("wwwawwwa", 1, "wwawwwa")],
 )
-def test_layers_that_differ_or_have_other_neighbours_are_run(pattern, ahead, few, monkeypatch):
+def test_layers_that_differ_or_have_other_neighbors_are_run(pattern, ahead, few, monkeypatch):
     monkeypatch.setitem(tiny_hybrid.FLAVORS, "mixed", tiny_hybrid.Config(pattern))
     config = Case({}, "mixed", name="tests.tiny_hybrid", parallelism={"fsdp_prefetch": ahead}).config()
     family = family_of(config.model)

@@ -13,7 +13,7 @@ def _bits(rows: int, columns: int, name: int = 1, step: int = 1, word: int = 0) 
     return random_bits(positions(torch.empty(rows, columns)), key, word)
 
 
-def _neighbours(value: float) -> tuple[float, float]:
+def _neighbors(value: float) -> tuple[float, float]:
     """The bfloat16 numbers below and above, from the definition: 8 significant bits."""
     unit = 2.0 ** (math.floor(math.log2(abs(value))) - 7)
     return math.floor(value / unit) * unit, math.ceil(value / unit) * unit
@@ -21,7 +21,7 @@ def _neighbours(value: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, 1e-3, -7.7e-12, 6.02e23])
 def test_the_mean_of_stochastic_rounding_is_the_value(value):
-    low, high = _neighbours(value)
+    low, high = _neighbors(value)
     rounded = torch.stack([stochastic(torch.full((100, 100), value), _bits(100, 100, step=step)) for step in range(10)])
     assert rounded.dtype == torch.bfloat16
     assert {*rounded.double().unique().tolist()} == {low, high}

@@ -38,7 +38,7 @@ Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carr
 NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False), carried(also=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), carried(also=0.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), carried(most=1 - 1e-6, also=0.0)]  # 1 - beta is used too
-Rate = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried(1e-20)]  # also so small that nothing is learnt
+Rate = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried(1e-20)]  # also so small that nothing is learned
 Epsilon = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried(1e-30)]  # added, never multiplied
 Norm = Annotated[float, Field(gt=0.0), carried(also=math.inf)]
 Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False), carried(also=0.0)]

@@ -42,7 +42,7 @@ class StepDataset(Dataset[Batch | UserError]):
         timeline: Timeline | None = None,
         first_step: int = 1,
     ):
-        """part: (data rank, data degree); each rank takes a run of neighbouring samples.
+        """part: (data rank, data degree); each rank takes a run of neighboring samples.
 
         timeline: of the run; None: a new run. From `first_step` on it has one global batch, and the mixture of `data`.
         """

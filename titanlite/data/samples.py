@@ -36,7 +36,7 @@ def rows_of(file: TokenFile, seq_len: int, policy: str, mask: bool, packing: Pac
         return Rows(file, packing.rows, packing.kept, packing.pieces, [*file.files, packing.stored])
     if policy == "truncate":
         return Rows(file, file.documents, _truncated_tokens(file, seq_len), partial(_truncated, file, seq_len), file.files)
-    count = max(0, (file.tokens - 1) // seq_len)  # documents one after another; neighbouring rows share one token
+    count = max(0, (file.tokens - 1) // seq_len)  # documents one after another; neighboring rows share one token
     return Rows(file, count, count * seq_len, partial(_packed_by_document if mask else _packed, file, seq_len), file.files)
 
 

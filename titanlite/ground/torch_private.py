@@ -58,7 +58,7 @@ NAMES = {
     ),
     # FSDP2
     "fsdp_common": Name(f"{_FSDP}:_fsdp_common", "its descriptions of meshes, for experts on a mesh of their own"),
-    "DefaultReduceScatter": Name(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter", "checks what a waiting all-reduce adds up"),
+    "DefaultReduceScatter": Name(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter", "checks what a waiting all-reduce sums"),
     "TrainingState": Name(f"{_FSDP}._fsdp_common:TrainingState", "frees a unit that a validation leaves gathered"),
     # modes and trees
     "TorchDispatchMode": Name(f"{_DISPATCH}:TorchDispatchMode", "sees every operation: predictions, and what blocks exchange"),
@@ -202,7 +202,7 @@ def set_memory_budget(share: float, kept: tuple[Any, ...]) -> None:
 
 
 def _keep(graph: torch.fx.Graph, kept: tuple[Any, ...]) -> None:
-    """Marks what a joint graph must not compute again: `kept`, and what draws random numbers, by now a few seeds.
+    """Marks what a joint graph must not recompute: `kept`, and what draws random numbers, by now a few seeds.
 
     PyTorch 2.13 recomputes seeds at small budgets: dropout then has other zeros in the backward pass than in the forward pass.
     """

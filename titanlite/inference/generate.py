@@ -185,5 +185,5 @@ def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generato
 
 
 def _mixed(seed: int, row: int) -> int:
-    """The seed of a row, far from those of its neighbours."""
+    """The seed of a row, far from those of its neighbors."""
     return (seed * 0x9E3779B97F4A7C15 + row * 0xD1B54A32D192ED03) % 2**63

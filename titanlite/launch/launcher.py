@@ -53,8 +53,8 @@ _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that end the
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """(rank, failure) that most likely made the others fail.
 
-    Among the earliest failures, in this order: a rank that was ended by a signal, since its neighbours lose the connection to
-    it and then end with an exit code; by SIGABRT, which gloo may do to such a neighbour; a rank that has reported a fault and
+    Among the earliest failures, in this order: a rank that was ended by a signal, since its neighbors lose the connection to
+    it and then end with an exit code; by SIGABRT, which gloo may do to such a neighbor; a rank that has reported a fault and
     ended with 2; any other exit code; and last a rank that got SIGTERM, which somebody sent.
     """
     earliest = min(failure.timestamp for failure in failures.values())

@@ -117,5 +117,5 @@ class Stop:
             return f"job.time_limit_minutes = {self.limit_minutes:g} are over"
         number, rank = code >> 32, code & 0xFFFFFFFF
         if number == FROM_LAUNCHER:
-            return f"the launcher of rank {rank} was asked to stop"
+            return f"the launcher of rank {rank} was requested to stop"
         return f"rank {rank} got {signal.Signals(number).name}"

@@ -32,7 +32,7 @@ _PROBED = 3  # tokens for which a check calls a loss of the user's own
 class StepLoss(NamedTuple):
     """What a rank knows of a step's loss, on its device."""
 
-    share: Tensor  # () float32; the shares of all data-parallel ranks add up to the loss
+    share: Tensor  # () float32; the shares of all data-parallel ranks sum to the loss
     labels: Tensor | None  # () float32, the labels of the global batch; None: every token is one
 
 

@@ -1,6 +1,6 @@
 """The balance of experts: losses of the routers, a bias that follows the load, and reports of the load.
 
-Counts are integers, added up over microbatches and ranks, so that biases are equal on every mesh, bit for bit.
+Counts are integers, summed over microbatches and ranks, so that biases are equal on every mesh, bit for bit.
 """
 
 import math

@@ -152,7 +152,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def _of_all_at_once(tensors: list[Tensor]) -> Tensor:
-    """By as many operations for a hundred tensors as for one. A GPU adds up a tensor in blocks."""
+    """By as many operations for a hundred tensors as for one. A GPU sums a tensor in blocks."""
     return torch.stack(foreach_norm(tensors, 2, torch.float32)).square().sum()
 
 

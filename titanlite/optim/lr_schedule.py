@@ -111,7 +111,7 @@ def faults(config: Config) -> Iterator[str]:
 
 
 def _fault_of_own(config: Config) -> str:
-    """Why a decay of the user's own cannot be used; "" where every probed step has a rate, the same one when asked again."""
+    """Why a decay of the user's own cannot be used; "" where every probed step has a rate, the same one at each call."""
     try:
         schedule = build_schedule(config)
         first, last = schedule.decay_start + 1, schedule.decay_end

@@ -1,7 +1,7 @@
 """Expert parallelism: the experts of each MoE layer are split over ranks, to which tokens are dispatched (models/exchange.py).
 
 Experts know no tensor parallelism: sequence and context parallelism give each rank tokens of its own. So all ranks of a replica
-are data ranks for experts: neighbours have different experts, and ranks with equal experts share these as FSDP2 does.
+are data ranks for experts: neighbors have different experts, and ranks with equal experts share these as FSDP2 does.
 """
 
 from collections.abc import Iterator

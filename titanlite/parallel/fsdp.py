@@ -150,11 +150,11 @@ class GradientSync(NamedTuple):
     """Which reductions of gradients wait for the last microbatch of a step."""
 
     shards: bool = False  # the reduce-scatter over dp_shard, and with it all others
-    replicas: bool = True  # the all-reduce over dp_replicate of what the reduce-scatters of `waiting_units` add up to
+    replicas: bool = True  # the all-reduce over dp_replicate of what the reduce-scatters of `waiting_units` sum to
 
     @classmethod
     def of(cls, config: Config) -> "GradientSync":
-        """FSDP2 adds up what waits in the precision of the reduction, which must not be narrower than that of the gradients."""
+        """FSDP2 accumulates in the precision of the reduction, which must not be narrower than that of the gradients."""
         training, parallelism = config.training, config.parallelism
         shards = not parallelism.reduce_every_microbatch or parallelism.pipeline_parallel_degree > 1
         narrow = training.mixed_precision_reduce == "bfloat16" and training.dtype == "float32"
@@ -202,7 +202,7 @@ class _WholeReduceScatter(DefaultReduceScatter):
             raise UserError(
                 f"a microbatch has gradients for {math.prod(size):,} of the {self.elements:,} trained values of {self.unit}. "
                 "With replicas and accumulation, every microbatch must reach every parameter; set "
-                "parallelism.reduce_every_microbatch = false, which adds up gradients before they are reduced"
+                "parallelism.reduce_every_microbatch = false, which accumulates gradients before they are reduced"
             )
         self.to_send = not self.to_send
         return super().allocate(size, dtype=dtype, device=device)

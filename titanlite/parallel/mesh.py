@@ -54,7 +54,7 @@ def needs_fsdp(config: Config, ranks: int) -> bool:
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of `resolve_degrees`, over all processes. Tensor-parallel neighbours are adjacent ranks."""
+    """The mesh of `resolve_degrees`, over all processes. Tensor-parallel neighbors are adjacent ranks."""
     return init_device_mesh(device_type, tuple(degrees[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
@@ -101,7 +101,7 @@ def part_of_rank(degrees: dict[str, int], rank: int) -> int:
 
 
 def loss_degree(mesh: DeviceMesh) -> int:
-    """The number of ranks whose losses add up to that of a global batch."""
+    """The number of ranks whose losses sum to that of a global batch."""
     return math.prod(mesh[name].size() for name in LOSS_DIMENSIONS)
 
 

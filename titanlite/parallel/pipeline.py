@@ -256,7 +256,7 @@ class Pipeline:
         return self._losses
 
     def _loss_after_forward(self, hidden: Tensor, number: Tensor) -> Tensor:
-        """PyTorch asks for a loss after each forward pass of the last stage; one with a backward pass follows later."""
+        """PyTorch requests a loss after each forward pass of the last stage; one with a backward pass follows later."""
         if self._parts[-1].has_backward:
             return hidden.new_zeros(())  # in the place of the loss, which nothing reads
         return self._backward_loss(hidden, int(number))

@@ -20,7 +20,7 @@ class Layers(NamedTuple):
     """The layers to run, by name and in the order of the model."""
 
     whole: tuple[str, ...]
-    # Every layer of the model has an equal in `few`, which comes between equals of its neighbours.
+    # Every layer of the model has an equal in `few`, which comes between equals of its neighbors.
     few: tuple[str, ...]
     stands_for: dict[str, str]  # each layer of the model -> its equal in `few`
     same: dict[str, list[str]]  # a layer of each kind of parameters -> all of that kind
@@ -111,10 +111,10 @@ def _parameters(layer: nn.Module) -> Hashable:
 
 
 def _shortest(kinds: list[Any], reach: int) -> tuple[list[int], list[int]]:
-    """(indices of a shorter sequence, for each index the one in it that has the same kind and the same neighbours).
+    """(indices of a shorter sequence, for each index the one in it that has the same kind and the same neighbors).
 
-    reach: how many neighbours on each side. Every stretch between two indices with the same surroundings is left out, if what
-    occurs in it occurs elsewhere: after that cut, all that remain have the neighbours that they had.
+    reach: how many neighbors on each side. Every stretch between two indices with the same surroundings is left out, if what
+    occurs in it occurs elsewhere: after that cut, all that remain have the neighbors that they had.
     """
     number = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
     padded = [-1] * reach + [number[kind] for kind in kinds] + [-1] * reach

@@ -74,7 +74,7 @@ def ring_bytes(kind: str, size: int, ranks: int) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Adds up the FLOPs and the collectives of all operations while it is active. Groups of one rank send nothing.
+    """Sums the FLOPs and the collectives of all operations while it is active. Groups of one rank send nothing.
 
     slices: of `mesh_slices`. routing: an attribute, of rows to experts that are split over ranks.
     """

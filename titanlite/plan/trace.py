@@ -65,8 +65,8 @@ def routings(model: Decoder, routing: Literal["balanced", "worst"] | Trace) -> d
 
 
 def spread(counts: list[int], rows: int) -> list[int]:
-    """So many rows with the shares that the counts have, rounded so that they add up to `rows`; the counts as they are if
-    they add up to as many."""
+    """So many rows with the shares that the counts have, rounded so that they sum to `rows`; the counts as they are if
+    they sum to as many."""
     total = sum(counts)
     ends = [end * rows // total for end in itertools.accumulate(counts)]
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]

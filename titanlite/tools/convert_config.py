@@ -25,7 +25,7 @@ _ALWAYS = "titanlite always does this"
 _TIME_ONLY = "changes time only; titanlite has no such key"
 _STAGES = "use pipeline_parallel_layers_per_stage; without it, stages take the same FLOPs, those of the head included"
 _NO_IMAGES = "models read text only"
-_NO_MX = "there are no MX formats and no grouped products in low precision"
+_NO_MX = "there are no MX formats and no grouped matmuls in low precision"
 _OWN_MODULE = "set model.name to the dotted name of your own module"
 _RECORDED = "metrics.jsonl and TensorBoard contain all metrics"
 

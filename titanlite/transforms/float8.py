@@ -112,7 +112,7 @@ def faults(config: Config) -> Iterator[str]:
 
 
 def _token_faults(config: Config) -> Iterator[str]:
-    """Matmuls of weight gradients add up tokens: those of a rank, and of each part that a feed-forward layer computes."""
+    """Matmuls of weight gradients sum over tokens: those of a rank, and of each part that a feed-forward layer computes."""
     rows, ranks = config.training.local_batch_size, config.parallelism.context_parallel_degree
     length, chunks = config.training.seq_len // ranks, config.activation_checkpoint.sequence_chunks
     split = f" / context_parallel_degree = {rows} x {config.training.seq_len} / {ranks}" if ranks > 1 else ""

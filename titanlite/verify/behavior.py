@@ -37,7 +37,7 @@ HIDDEN, LOGITS, INPUT, SCORES = "", "head", "<input>", "<scores>"
 # How many times the noise of rounding bfloat16 may differ from float32 (families of models/: at most 1.9 times), and which
 # relative difference is accepted in any case.
 BFLOAT16_NOISE, BFLOAT16_FLOOR = 4.0, 0.02
-# The relative difference that is accepted of what tells scores apart, such as those of experts, of which bfloat16 keeps few
+# The relative difference that is accepted of what distinguishes scores, such as those of experts, of which bfloat16 keeps few
 # digits: in any case, and where rounding explains it. Beyond that, rounding decides instead of the router.
 SCORES_FLOOR, SCORES_MOST = 0.25, 0.5
 PROMPTS, NEW = (1, 9, 20), 6  # lengths of the prompts of a batch, and how many tokens follow each
@@ -304,7 +304,7 @@ def bfloat16_faults(family: Family) -> list[str]:
             if wrong:
                 text = f"the result of {_owner(name) or 'the model'}" if what == "results" else f"the gradient of {name}"
                 if scores:
-                    text = f"what tells the scores apart by which {name.partition(' ')[0] or 'the model'} decides"
+                    text = f"what distinguishes the scores by which {name.partition(' ')[0] or 'the model'} decides"
                 advice = "; compute them in float32" if scores else ""
                 return [f"in bfloat16 {text} differs by {size:.1e} of its norm; rounding explains {noise:.1e}{advice}"]
     return []

@@ -116,7 +116,7 @@ def tolerances(comparison: Comparison) -> list[str]:
 
 
 class _Widened(TorchFunctionMode):
-    """Computes in float64 also where a model asks for float32."""
+    """Computes in float64 also where a model requests float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:

@@ -47,7 +47,7 @@ def sharding(config: Config) -> dict[str, str]:
         "embed": "vocab",
         "layers.*.norm": "sequence",
         "layers.*.attention": "features",  # the gate, a parameter of the module itself
-        "layers.*.attention.[qk]_norm": "replicate",  # each rank normalises its own heads
+        "layers.*.attention.[qk]_norm": "replicate",  # each rank normalizes its own heads
         "layers.*.attention.w[qkv]": "column",
         "layers.*.attention.wo": "row",
         "layers.*.ffn.w[13]": "column",

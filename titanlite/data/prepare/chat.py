@@ -3,7 +3,7 @@
 A template is a Jinja program that comes with a model, as in Hugging Face's tokenizers. It runs in a sandbox. The loss is
 computed on the assistant's tokens only, with the token that ends each turn. They are the text inside the template's
 `{% generation %}` tags; in a template without these tags, the text that a turn adds to the chat before it, without the prompt
-that opens the turn. A turn with "weight": 0 is not learnt (OpenAI's format for fine-tuning).
+that opens the turn. A turn with "weight": 0 is not learned (OpenAI's format for fine-tuning).
 Nothing here imports torch, so that worker processes start fast.
 """
 
@@ -63,15 +63,15 @@ class ChatTemplate:
         return ChatTemplate, self._state  # a compiled Jinja template cannot be pickled
 
     def encode(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """The chat's token ids, and for each whether it is learnt.
+        """The chat's token ids, and for each whether it is learned.
 
         messages: {"role", "content", ...} each, as in JSON. Other keys, such as "tool_calls", are passed to the template; keys
-        whose value is None are left out, and so is "weight", which is 0 for a turn of the assistant that is not learnt. tools:
+        whose value is None are left out, and so is "weight", which is 0 for a turn of the assistant that is not learned. tools:
         a list of the functions that the assistant may call, for the template. Raises ValueError with the reason for a chat
-        that cannot be used, and for a turn that would be learnt, or tools, that the template leaves out.
+        that cannot be used, and for a turn that would be learned, or tools, that the template leaves out.
         """
         self._check(messages, tools)
-        learnt = [number for number, message in enumerate(messages) if _is_learnt(message)]
+        learned = [number for number, message in enumerate(messages) if _is_learned(message)]
         messages = [
             {key: value if key == "tool_calls" else _unprinted(value) for key, value in message.items() if value is not None}
             for message in messages
@@ -80,7 +80,7 @@ class ChatTemplate:
             message.pop("weight", None)
         messages = self._with_readable_contents(messages, tools)
         find = self._by_tags if self._environment.has_tags else self._by_prefixes
-        text, spans = find(messages, tools, learnt)
+        text, spans = find(messages, tools, learned)
         if tools and self._is_same_without(messages, None, text):
             raise ValueError("the chat template does not render the tools beside the messages; remove them, or change it")
         with refusing(ValueError, "the tokenizer cannot encode it"):
@@ -118,12 +118,12 @@ class ChatTemplate:
             if (weight := message.get("weight")) is not None and weight not in (0, 1):
                 raise ValueError(f'message {number}: "weight" must be 0 or 1, not {weight!r}')
             if weight and message["role"] != "assistant":
-                raise ValueError(f'message {number}: "weight" is {weight}, but only turns of the assistant are learnt')
+                raise ValueError(f'message {number}: "weight" is {weight}, but only turns of the assistant are learned')
             self._check_text(f"message {number}", message)
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise ValueError(f"tools must be a list of objects, not {tools!r}")
         self._check_text("tools", tools)
-        if not any(map(_is_learnt, messages)):
+        if not any(map(_is_learned, messages)):
             raise ValueError("no message is the assistant's with a weight other than 0, so it has no labels")
 
     def _check_text(self, name: str, value: Any) -> None:
@@ -160,8 +160,8 @@ class ChatTemplate:
             for m in messages
         ]
 
-    def _by_tags(self, messages: list[dict[str, Any]], tools: Any, learnt: list[int]) -> tuple[str, _Spans]:
-        """(text, the spans that are learnt), by the template's generation tags.
+    def _by_tags(self, messages: list[dict[str, Any]], tools: Any, learned: list[int]) -> tuple[str, _Spans]:
+        """(text, the spans that are learned), by the template's generation tags.
 
         Each turn of the assistant has one span; where the numbers differ, rendering the chat up to each turn counts its spans.
         """
@@ -173,7 +173,7 @@ class ChatTemplate:
             ends = [len(self._enclosed(messages[: number + 1], tools)[1]) for number in turns]
         kept = spans[ends[-1] :]  # of messages behind, which the template marks as well
         for number, (first, last) in zip(turns, itertools.pairwise([0, *ends]), strict=True):
-            if number in learnt:
+            if number in learned:
                 of_turn = spans[first:last]
                 said = "".join(text[start:end] for start, end in of_turn) if one_each else ""
                 self._refuse_unrendered(messages, tools, number, text, said)
@@ -198,10 +198,10 @@ class ChatTemplate:
             )
         return text, spans
 
-    def _by_prefixes(self, messages: list[dict[str, Any]], tools: Any, learnt: list[int]) -> tuple[str, _Spans]:
+    def _by_prefixes(self, messages: list[dict[str, Any]], tools: Any, learned: list[int]) -> tuple[str, _Spans]:
         """The same, by the text that each of these turns adds to the turns before it."""
         text, spans = self._render(messages, tools), []
-        for number in learnt:
+        for number in learned:
             before = self._render(messages[:number], tools, prompt=True)
             after = self._render(messages[: number + 1], tools)
             is_prefix = after.startswith(before) and text.startswith(after)
@@ -234,7 +234,7 @@ class ChatTemplate:
             others = [*messages[:number], {**messages[number], key: type(value)()}, *messages[number + 1 :]]
             if self._is_same_without(others, tools, text):
                 raise ValueError(
-                    f'the chat template does not render "{key}" of message {number + 1}, which would be learnt; change the '
+                    f'the chat template does not render "{key}" of message {number + 1}, which would be learned; change the '
                     'template, or give the message "weight": 0'
                 )
 
@@ -265,7 +265,7 @@ def _unprinted(value: Any) -> Any:
     return _Object((key, _unprinted(each)) for key, each in value.items()) if isinstance(value, dict) else value
 
 
-def _is_learnt(message: dict[str, Any]) -> bool:
+def _is_learned(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 

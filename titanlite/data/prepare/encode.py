@@ -47,7 +47,7 @@ class EncodeJob(NamedTuple):
     chat: "ChatTemplate | None"
 
 
-_Encoded = tuple[list[int], np.ndarray | None]  # the ids of a document and, for a chat, which of them are learnt
+_Encoded = tuple[list[int], np.ndarray | None]  # the ids of a document and, for a chat, which of them are learned
 
 
 class Unit(NamedTuple):
