@@ -71,7 +71,7 @@ def test_a_save_that_fails_is_told_once_and_costs_that_checkpoint_only(pools, wh
     ranks = train(pools, SHARD, tmp_path, 6, (*trouble, 4), checkpoint={"async_mode": mode})
     assert [rank.error for rank in ranks] == ["", ""]
     warnings = [line for rank in ranks for line in rank.log if "could not be saved" in line]
-    assert len(warnings) == 1 and "step-00000004: could not be saved, with " in warnings[0] and cause in warnings[0]
+    assert len(warnings) == 1 and "step-00000004: could not be saved: " in warnings[0] and cause in warnings[0]
     assert "\n" not in warnings[0]  # no traceback of DCP's
     assert saved(tmp_path) == names(2, 6)
     for step in (2, 6):
@@ -83,7 +83,7 @@ def test_a_save_that_fails_is_told_once_and_costs_that_checkpoint_only(pools, wh
 def test_a_run_whose_last_save_fails_ends_with_that_on_every_rank(pools, tmp_path, mode):
     ranks = train(pools, SHARD, tmp_path, 6, ("no_write", 1, 6), checkpoint={"async_mode": mode})
     for rank in ranks:
-        assert "step-00000006: could not be saved, with" in rank.error and "the cable is out" in rank.error
+        assert "step-00000006: could not be saved: " in rank.error and "the cable is out" in rank.error
     assert saved(tmp_path) == names(2, 4)
     assert_sound(tmp_path / "checkpoint/step-00000004")
 

@@ -72,7 +72,10 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == {
-        file.relative_to(ROOT).as_posix() for package in ("titanlite", "models") for file in (ROOT / package).rglob("*.py")
+        file.relative_to(ROOT).as_posix()
+        for package in ("titanlite", "models")
+        for kind in ("*.py", "*.toml")
+        for file in (ROOT / package).rglob(kind)
     }
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,6 @@ def run_command(*words: str) -> None:
         stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
         stack.enter_context(mock.patch.object(sys, "argv", ["titanlite", *words]))
         stack.enter_context(mock.patch.object(errors, "_position", (0, "starting")))
-        # where the tracebacks go
-        cache = Path(tempfile.gettempdir()) / "cache"
-        stack.enter_context(mock.patch("titanlite.launch.failure.cache_folder", return_value=cache))
         stack.callback(stacks.close_dump)
         __main__.main()
 

@@ -66,6 +66,7 @@ MESHES: dict[str, tuple[Degrees, dict[str, Any]]] = {
     "split experts": (SPLIT, MOE),
     "adapters": ({"dp_shard": 2}, LORA),
     "bfloat16": ({"dp_shard": 2}, rounded("compensated")),
+    "an optimizer that makes its state in a step": (TWO_BY_TWO, {"optimizer": {"name": "tests.own.parts:Lion"}}),
 }
 
 

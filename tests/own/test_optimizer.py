@@ -141,7 +141,7 @@ def test_estimate_and_disk_check_count_the_state_that_the_class_makes():
 
 def test_verify_says_where_the_class_stands_if_meshes_differ():
     (line,) = own_parts(configured("tests.own.parts:Lion"))
-    assert line.startswith('optimizer.name = "tests.own.parts:Lion" (') and "parts.py, line 6)" in line
+    assert line.startswith('optimizer.name = "tests.own.parts:Lion" (') and "parts.py, line 8)" in line
     assert own_parts(config_of({})) == []
 
 

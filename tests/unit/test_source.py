@@ -103,7 +103,7 @@ def own(tmp_path, monkeypatch) -> Callable[[], ModuleType]:
     forget()
 
 
-_PARTS = ("attention", "blocks", "decoder", "head", "llama3", "rope", "split", "torch_private")
+_PARTS = ("attention", "blocks", "decoder", "head", "llama3", "mup", "rope", "split", "torch_private")
 ZOO = ["models", *(f"models.{part}" for part in _PARTS)]
 MINE = ["helpers_of_mine", "own", "own.later", "own.layers", "own.model", "own.parts.norms"]
 

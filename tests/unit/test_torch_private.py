@@ -32,6 +32,9 @@ ATTRIBUTES = (
     Name("torch.distributed.tensor:DTensor._spec", "like"),
     Name("torch.distributed.tensor:DTensor._local_tensor", "storage_of"),
     Name("torch:UntypedStorage._cdata", "storage_of"),
+    Name(
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached", "placements_announced"
+    ),
     Name("torch._ops:OpOverload._schema", "schema"),
     Name("torch._ops:OpOverload._overloadpacket", "packet"),
     Name("torch.nn:Module._modules", "with_children"),

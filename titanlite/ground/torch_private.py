@@ -9,10 +9,11 @@ of `NAMES` is imported from here like any other:
 Its module is loaded at that moment, and not with this file, since some take a second.
 """
 
+import contextlib
 import inspect
 import operator
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,7 @@ NAMES = {
     "math_attention": Name(f"{_ATEN}_scaled_dot_product_attention_math", "the same"),
     "cpu_attention": Name(f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu", "the same, and its FLOPs"),
     "cpu_attention_backward": Name(f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu_backward", "its FLOPs"),
+    "flash_attention_backward": Name(f"{_ATEN}_scaled_dot_product_flash_attention_backward", "its FLOPs"),
     "collectives": Name("torch:ops._c10d_functional", "results of collectives are kept for the backward pass"),
     "foreach_div_": Name("torch:_foreach_div_", "divides all gradients at once"),
     "foreach_norm": Name("torch:_foreach_norm", "the norms of all gradients at once, on a GPU"),
@@ -122,6 +124,26 @@ def like(tensor: Any, local: Tensor) -> Tensor:
 def storage_of(tensor: Tensor) -> int:
     """What a tensor shares with its views, where it has memory and where it has none."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def placements_announced(deriving: Callable[[bool], None]) -> Iterator[None]:
+    """Calls deriving(True) before DTensor derives placements, on tensors of whole shapes, and deriving(False) afterwards."""
+    propagator: Any = __getattr__("ShardingPropagator")
+    derive = propagator._propagate_tensor_meta_non_cached
+
+    def announced(*args: Any) -> Any:
+        deriving(True)
+        try:
+            return derive(*args)
+        finally:
+            deriving(False)
+
+    propagator._propagate_tensor_meta_non_cached = announced
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = derive
 
 
 def schema(operation: Any) -> Any:

@@ -115,7 +115,7 @@ def _metrics_of(cfg: Metrics) -> list[Part]:
     found = []
     for name, short in zip(cfg.extra, names, strict=True):
         options, table = cfg.extra_options.get(short, {}), f"{EXTRA}_options.{short}"
-        found.append(Part(f'{EXTRA} = "{name}"', with_options(EXTRA, name, ("model", "microbatch"), options, table)))
+        found.append(Part(f'{EXTRA} = "{name}"', with_options(EXTRA, name, ("model", "microbatch"), options, table=table)))
     return found
 
 

@@ -1,5 +1,6 @@
 """Records what operations do as they pass PyTorch's dispatcher: the memory they hold, their FLOPs, what they send."""
 
+import contextlib
 import itertools
 import re
 import sys
@@ -15,12 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.ground.torch_private import (
-    ShardingPropagator,
     TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
+    flash_attention,
+    flash_attention_backward,
     is_traceable_wrapper_subclass_type,
     packet,
+    placements_announced,
     resolve_process_group,
     schema,
     storage_of,
@@ -189,11 +192,9 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, matmuls: int) -> in
 _FORMULAS: dict[Any, Callable[..., int]] = {
     # PyTorch's own fails for the dtype of the result, which the head gives
     torch.ops.aten.addmm: lambda _, a, b, *__, **___: flop_registry[torch.ops.aten.mm](a, b),
+    **dict.fromkeys((cpu_attention, flash_attention), lambda q, k, *_, **__: _attention_flops(q, k, 2)),
     **dict.fromkeys(
-        (cpu_attention, torch.ops.aten._scaled_dot_product_flash_attention), lambda q, k, *_, **__: _attention_flops(q, k, 2)
-    ),
-    **dict.fromkeys(
-        (cpu_attention_backward, torch.ops.aten._scaled_dot_product_flash_attention_backward),
+        (cpu_attention_backward, flash_attention_backward),
         lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
     ),
 }
@@ -209,7 +210,7 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.scope = ""
         self.peaks: dict[str, int] = {}  # scope -> the most bytes while it was the current one
-        self._paused, self._propagate = False, ShardingPropagator._propagate_tensor_meta_non_cached
+        self._paused, self._patches = False, contextlib.ExitStack()
         # with the scope that allocated it, and the bytes that do not count
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
 
@@ -234,20 +235,15 @@ class Allocations(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         """DTensor derives placements on tensors of whole shapes, which no rank has: they do not count."""
-
-        def uncounted(*args: Any) -> Any:
-            self._paused = True
-            try:
-                return self._propagate(*args)
-            finally:
-                self._paused = False
-
-        ShardingPropagator._propagate_tensor_meta_non_cached = uncounted
+        self._patches.enter_context(placements_announced(self._pause))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate
+        self._patches.close()
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
 
     def begin(self) -> None:
         """Counts only what is allocated from here on, and not what is freed of before.

@@ -17,7 +17,6 @@ from titanlite.ground.errors import UserError
 from titanlite.hf import folder as folders
 from titanlite.hf.folder import each_expert, their_name, their_names
 from titanlite.registry.family import load_family
-from titanlite.tools import open_model
 from titanlite.tools.open_model import recognize
 from titanlite.verify.facts import stored_tensors_of
 
@@ -62,7 +61,7 @@ def test_a_model_that_no_family_has_is_refused(tmp_path, config, message):
 
 
 def test_two_families_that_read_the_same_type_are_not_guessed_between(tmp_path, monkeypatch):
-    monkeypatch.setattr(open_model, "family_names", lambda: ["llama3", "tests.tiny"])
+    monkeypatch.setattr("titanlite.registry.family.family_names", lambda: ["llama3", "tests.tiny"])
     with pytest.raises(UserError, match="--model"):
         recognize(describe(tmp_path, llama3.FLAVORS["1b"]))
 
