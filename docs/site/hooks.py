@@ -54,9 +54,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             raise PluginError(f"{page.file.src_path}: {link[0]}: there is no file {path}")
         if config.repo_url:
             return f"{config.repo_url.rstrip('/')}/blob/main/{path}{link[2] or ''}"
-        copy = f"files/{path}.txt"  # browsers show text, and download what else they do not know
+        image = path.endswith(".png")
+        copy = f"files/{path}" if image else f"files/{path}.txt"  # browsers show text, and download what else they do not know
         if files.get_file_from_path(copy) is None:
-            files.append(File.generated(config, copy, content=(ROOT / path).read_text(encoding="utf-8")))
+            files.append(File.generated(config, copy, content=(ROOT / path).read_bytes()))
         return posixpath.relpath(copy, folder or ".")
 
     _markdown[page.file.src_uri] = text = LINK.sub(target, markdown)
