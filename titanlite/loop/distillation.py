@@ -20,6 +20,7 @@ from titanlite.config.schema import Config
 from titanlite.data.sources import probe
 from titanlite.data.tokenizer import digest, load_tokenizer, read_tokenizer
 from titanlite.ground.errors import UserError, at
+from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.parallel.parallelize import STEPS, parallelize
@@ -121,6 +122,9 @@ def faults(subject: Subject) -> Iterator[str]:
         teacher.family, teacher.model = family, on_meta(family, cfg)
         found = [*limits.faults(cfg, teacher.model), *(fault for step in STEPS if step.needs for fault in step.faults(teacher))]
         yield from (f"{key}: {fault}" for fault in found)
+        head = teacher.model.head
+        if BEFORE_2_13 and subject.ranks > 1 and head is not None and head.output.weight is teacher.model.embed.weight:
+            yield f"{key}: tied embeddings on several ranks need PyTorch 2.13, whose FSDP2 gathers them for a part of a pass"
     except UserError as error:
         yield f"{key}: {error}"
 
