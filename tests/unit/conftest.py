@@ -1,5 +1,6 @@
 """Fixtures of several files of unit tests."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,9 +39,22 @@ def hub_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-@pytest.fixture(scope="module")
-def group_of_one() -> Iterator[None]:
-    """A process group of this process alone."""
+@contextlib.contextmanager
+def _group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone, until the test ends: another one of its file may predict, which takes none."""
+    with _group():
+        yield
+
+
+@pytest.fixture(scope="module")
+def group_of_file() -> Iterator[None]:
+    """The same for a file of which every test has it."""
+    with _group():
+        yield

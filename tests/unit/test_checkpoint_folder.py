@@ -18,7 +18,7 @@ from titanlite.checkpoint.save import Saver
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("group_of_one")
+pytestmark = pytest.mark.usefixtures("group_of_file")
 RUN = "8f0e"
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}, "run": RUN}
 

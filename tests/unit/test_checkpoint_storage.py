@@ -29,7 +29,7 @@ from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
 from titanlite.tools.checkpoint import verify
 
-pytestmark = pytest.mark.usefixtures("group_of_one")
+pytestmark = pytest.mark.usefixtures("group_of_file")
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 DATA = "__0_0.distcp"
 

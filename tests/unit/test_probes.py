@@ -103,7 +103,7 @@ ELSEWHERE = (
 SHOWN = [key for key in KEYS if not any(fnmatchcase(key, pattern) for pattern in ELSEWHERE)]
 
 
-pytestmark = pytest.mark.usefixtures("group_of_one")
+pytestmark = pytest.mark.usefixtures("group_of_file")
 
 
 @pytest.fixture(scope="module", autouse=True)

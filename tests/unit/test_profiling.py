@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="only CUDA's allocator and kernels can be recorded")
 
 
-pytestmark = pytest.mark.usefixtures("group_of_one")
+pytestmark = pytest.mark.usefixtures("group_of_file")
 
 
 def configuration(folder: Path = Path("out"), **sections: dict[str, Any]) -> Config:
