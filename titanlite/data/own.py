@@ -85,11 +85,11 @@ class OwnSource:
         """The map of this process."""
         return self.make()
 
-    def make(self, **told: int) -> Any:
-        """A new object. told: rank and degree of a stream. Raises UserError where it cannot be made, or lacks a method."""
+    def make(self, **passed: int) -> Any:
+        """A new object. passed: rank and degree of a stream. Raises UserError where it cannot be made, or lacks a method."""
         options, taken = self.cfg.options, inspect.signature(self._constructor).parameters
-        told = {name: value for name, value in {"seq_len": self.seq_len, **told}.items() if name in taken}
-        make = with_options(self.key, self.cfg.path, (), {**told, **options}, classes=True)  # options count more
+        passed = {name: value for name, value in {"seq_len": self.seq_len, **passed}.items() if name in taken}
+        make = with_options(self.key, self.cfg.path, (), {**passed, **options}, classes=True)  # options count more
         with self.failing("cannot be made"):
             part = make()
         needed = ("__iter__", "state_dict", "load_state_dict or reset") if self.stream else ("read",)

@@ -36,7 +36,7 @@ class Measured(NamedTuple):
     sizes: dict[str, list[list[float]]]
 
     def exponent(self, name: str, step: int) -> float:
-        """The slope of log size against log width, by least squares; infinite where a size is not finite."""
+        """The exponent of the width: log size is fitted to log width by least squares; infinite where a size is not finite."""
         sizes = self.sizes[name][step]
         if not all(math.isfinite(size) and size > 0 for size in sizes):
             return math.inf
