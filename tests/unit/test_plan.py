@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from models.decoder import Decoder
 from tests import tiny, tiny_hybrid
@@ -13,10 +15,11 @@ from tests.distributed.scenarios import MODES
 from tests.repetitions import slow_but
 from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HALF, HYBRID, LATE, MUON, SHARD, TP, Case
 from titanlite.config.schema import Config
+from titanlite.ground.torch_private import FakeTensorMode
 from titanlite.plan.layers import Layers
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
-from titanlite.plan.step import Update, measure_update
+from titanlite.plan.step import Update, measure_update, pretended_ranks
 from titanlite.registry.family import Family, family_of
 
 
@@ -158,6 +161,32 @@ def test_a_measured_size_does_not_hang_on_what_was_there_before():
         again.untyped_storage().resize_(4000)
         new = kept + 1
     assert watch.live() == 8000 and watch.peaks == {"": 8000}, new.shape
+
+
+def test_tensors_of_whole_shapes_on_which_dtensor_derives_placements_are_no_memory():
+    """PyTorch 2.11 derives those of an update in each step, and 120 GiB were predicted of 8B's."""
+    with pretended_ranks(64):
+        mesh, allocations = init_device_mesh("cpu", (64,)), Allocations()
+        with FakeTensorMode(), allocations:
+            shards = DTensor.from_local(torch.empty(10, 13), mesh, [Shard(0)], run_check=False)
+            allocations.begin()
+            allocations.enter("product")
+            product = shards * 3.25
+            allocations.enter("after it")
+    assert product.shape == (640, 13)
+    assert max(allocations.peaks.values()) <= 2 * 4 * 10 * 13, allocations.peaks
+
+
+def test_attention_on_a_gpu_holds_neither_scores_nor_a_mask():
+    """On a CPU, capped scores exist for all pairs of tokens, and the mask of a window."""
+    config = Config.model_validate(
+        {
+            "model": {"name": "tests.tiny_gemma3", "flavor": "two"},
+            "training": {"seq_len": 1024, "local_batch_size": 1, "mixed_precision_param": "float32"},
+        }
+    )
+    of_cpu, of_gpu = (predict(config, 1, device).memory.total for device in ("cpu", "cuda"))
+    assert of_gpu < of_cpu / 4  # 32 and 365 MB; with scores it would be 359
 
 
 def test_a_compiled_kernel_of_an_optimizer_has_no_temporaries(monkeypatch):
