@@ -65,6 +65,7 @@ _8B: Options = {"training.dtype": "bfloat16"}
 _8K: Options = _8B | {"training.seq_len": 8192}
 _BUDGET: Options = {"activation_checkpoint.memory_budget": 0.8}
 _LOWER_BUDGET: Options = {"activation_checkpoint.memory_budget": 0.5}
+# frozen weights are bfloat16, adapters float32
 _ADAPTERS: Options = {"lora.enable": True, "lora.modules": '["layers.*.attention.*"]'}
 _TP: Options = {"parallelism.tensor_parallel_degree": 2}
 _ASYNC: Options = {"parallelism.enable_async_tensor_parallel": True}
@@ -124,11 +125,12 @@ PARTS = (
     ),
     Part(
         "moe",
-        "MoE models and softcaps on one GPU: adapters, since 30 B parameters with gradients and moments do not fit.",
+        "MoE models and softcaps on one GPU; adapters where parameters, gradients and moments do not fit.",
         540,
         (
-            _train("qwen3 30b-a3b adapters", 120, "qwen3_30b_a3b", 2, "selective", _8B | _ADAPTERS),
-            _train("gpt-oss 20b adapters", 100, "gpt_oss_20b", 2, "selective", _8B | _ADAPTERS),
+            _train("olmoe batch 4", 80, "olmoe_7b", 4, "none", _8B | {"lr_scheduler.decay_ratio": 0.5}),
+            _train("qwen3 30b-a3b adapters", 120, "qwen3_30b_a3b", 2, "selective", _ADAPTERS),
+            _train("gpt-oss 20b adapters", 100, "gpt_oss_20b", 2, "selective", _ADAPTERS),
             _train("gemma 2 9b", 90, "gemma3_12b", 1, "selective", _8B | {"model.flavor": "2-9b"}),
         ),
     ),

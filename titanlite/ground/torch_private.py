@@ -77,6 +77,7 @@ NAMES = {
     "inductor_config": Name("torch._inductor:config", "switches async TP on, whose option is private too"),
     "CustomGraphPass": Name("torch._inductor.custom_graph_pass:CustomGraphPass", "a pass of ours before that of async TP"),
     "get_hash_for_files": Name("torch._inductor.custom_graph_pass:get_hash_for_files", "its part of the compiler's cache key"),
+    "maybe_mark_dynamic": Name("torch._dynamo:maybe_mark_dynamic", "one kernel for matrices with any number of rows"),
     "shapes_config": Name("torch.fx.experimental:_config", "kernels for matrices of any shape"),
     "get_cpp_compiler": Name("torch._inductor.cpp_builder:get_cpp_compiler", "whether inductor finds a C++ compiler"),
     "InvalidCxxCompiler": Name("torch._inductor.exc:InvalidCxxCompiler", "says that it finds none"),

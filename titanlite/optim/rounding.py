@@ -12,6 +12,7 @@ Tensors here are local and two-dimensional. Every operation is a single IEEE or 
 depend on its shard. Compiled functions take changing numbers as tensors.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -19,16 +20,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanlite.ground.torch_private import shapes_config
+from titanlite.ground.torch_private import maybe_mark_dynamic, shapes_config
 from titanlite.transforms.shards import box_index, global_offset, local_part, splitmix64
 
 Compiler = Callable[[Callable[..., None]], Callable[..., None]]
 _LOW = 0xFFFF
+# Values in a row of `Positions`: the largest power of two up to _ROW that divides the parameter's last dimension; where that is
+# below _FEW, the parameter's own rows.
+_ROW, _FEW = 1024, 16
 _TILE = 2**20  # values processed at a time where nothing is compiled, to bound the temporaries
 
 
 class Positions(NamedTuple):
-    """Positions of a shard's values in the whole parameter, modulo 2**32: the sum of the row's and the column's number."""
+    """Positions of a shard's values in the whole parameter, modulo 2**32: the sum of the row's and the column's number.
+
+    The rows are parts of the parameter's, of one length for all parameters where that is possible: a kernel that knows the
+    length reads 16 bytes at a time and divides by a constant.
+    """
 
     rows: Tensor  # (rows, 1) int32
     columns: Tensor  # (columns,) int32
@@ -41,12 +49,16 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def positions(tensor: Tensor) -> Positions:
-    """The positions of the values of `flat(tensor)`."""
+    """The positions of this rank's values, in the order of `flat(tensor)`."""
     local = local_part(tensor)
     first, inner = box_index(tuple(tensor.shape), global_offset(tensor), tuple(local.shape), local.device)
     if local.ndim == 1:
         first, inner = inner, first
-    return Positions(_wrapped(first)[:, None], _wrapped(inner))
+    width = math.gcd(local.shape[-1], _ROW)
+    if width < _FEW:
+        return Positions(_wrapped(first)[:, None], _wrapped(inner))
+    rows = (first[:, None] + inner[::width]).flatten()
+    return Positions(_wrapped(rows)[:, None], _wrapped(inner[:width] - inner[:1]))
 
 
 def _wrapped(index: Tensor) -> Tensor:
@@ -121,8 +133,8 @@ def root(value: Tensor) -> Tensor:
 
 
 def compile_kernel(update: Callable[..., None]) -> Callable[..., None]:
-    """One kernel for matrices of any size."""
-    return torch.compile(update, dynamic=True, fullgraph=True)
+    """One kernel for matrices with any number of rows; `elementwise` says which other sizes change."""
+    return torch.compile(update, fullgraph=True)
 
 
 def elementwise(update: Callable[..., None], compiler: Compiler | None) -> Callable[..., None]:
@@ -134,10 +146,16 @@ def elementwise(update: Callable[..., None], compiler: Compiler | None) -> Calla
     kernel = compiler(update) if compiler else update
 
     def apply(tensors: list[Tensor], position: Positions, *rest: Tensor) -> None:
-        count, width = tensors[0].shape
-        if not count * width:
+        if not tensors[0].numel():
             return
+        count, width = len(position.rows), len(position.columns)
+        tensors = [tensor.view(count, width) for tensor in tensors]
         if compiler:
+            varying = [(tensor, 0) for tensor in (*tensors, position.rows)]
+            if width % _FEW:  # the parameter's own
+                varying += [*((tensor, 1) for tensor in tensors), (position.columns, 0)]
+            for tensor, dimension in varying:
+                maybe_mark_dynamic(tensor, dimension)
             kernel(tensors, position, *rest)
             return
         height = max(1, _TILE // width)
