@@ -44,6 +44,13 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--work", type=Path, default=ROOT / "outputs" / "gpu", help="folder of logs, traces and run folders")
     add("--minutes", type=float, help="stop before a run that may not end within so many minutes from now")
     add("--parts", default=",".join(names), help=f"some of {', '.join(names)}")
+    add(
+        "--runs",
+        action="append",
+        default=[],
+        metavar="PART/RUN",
+        help="only the runs of a pattern, such as '8b/4k*'; repeatable",
+    )
     add("--again", action="append", default=[], metavar="PART/RUN", help="repeat the runs of a pattern, such as '8b/*'")
     add("--gpus", type=int, default=1, help="GPUs of every training run; batches are those of one GPU")
     add("--rehearse", action="store_true", help="on a CPU, with tiny sizes")
@@ -51,8 +58,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(words)
     if unknown := [name for name in args.parts.split(",") if name not in names]:
         parser.error(f"--parts {unknown[0]}: there are {', '.join(names)}")
-    if unknown := [pattern for pattern in args.again if not named(PARTS, [pattern])]:
-        parser.error(f"--again {unknown[0]}: matches no run; there are {', '.join(named(PARTS, ['*']))}")
+    for option, patterns in (("--runs", args.runs), ("--again", args.again)):
+        if unknown := [pattern for pattern in patterns if not named(PARTS, [pattern])]:
+            parser.error(f"{option} {unknown[0]}: matches no run; there are {', '.join(named(PARTS, ['*']))}")
     gpu = "" if args.rehearse else gpu_name()
     args.name = args.name or ("rehearsal" if args.rehearse else re.sub(r"\W+", "_", gpu))
     if not args.name:
@@ -126,7 +134,12 @@ def main(words: list[str] | None = None) -> int:
     args.results.mkdir(parents=True, exist_ok=True)
     if not args.page:
         deadline = time.monotonic() + (60 * args.minutes if args.minutes else float("inf"))
-        parts = tuple(part for part in PARTS if part.name in args.parts.split(","))
+        wanted = named(PARTS, args.runs or ["*"])
+        parts = tuple(
+            part._replace(runs=tuple(run for run in part.runs if f"{part.name}/{run.name}" in wanted))
+            for part in PARTS
+            if part.name in args.parts.split(",")
+        )
         setting = RunIdentity(args.work.resolve() / args.name, args.gpus, args.rehearse)
         try:
             finished = carry_on(parts, setting, args.results, deadline, args.again)

@@ -128,7 +128,7 @@ PARTS = (
         "MoE models and softcaps on one GPU; adapters where parameters, gradients and moments do not fit.",
         540,
         (
-            _train("olmoe batch 4", 80, "olmoe_7b", 4, "none", _8B | {"lr_scheduler.decay_ratio": 0.5}),
+            _train("olmoe batch 4", 45, "olmoe_7b", 4, "none", _8B | {"lr_scheduler.decay_ratio": 0.5}),
             _train("qwen3 30b-a3b adapters", 120, "qwen3_30b_a3b", 2, "selective", _ADAPTERS),
             _train("gpt-oss 20b adapters", 100, "gpt_oss_20b", 2, "selective", _ADAPTERS),
             _train("gemma 2 9b", 90, "gemma3_12b", 1, "selective", _8B | {"model.flavor": "2-9b"}),
