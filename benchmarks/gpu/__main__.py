@@ -49,7 +49,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="PART/RUN",
-        help="only the runs of a pattern, such as '8b/4k*'; repeatable",
+        help="only the runs of a pattern (repeatable)",
     )
     add("--again", action="append", default=[], metavar="PART/RUN", help="repeat the runs of a pattern, such as '8b/*'")
     add("--gpus", type=int, default=1, help="GPUs of every training run; batches are those of one GPU")
