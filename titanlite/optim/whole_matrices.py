@@ -1,9 +1,9 @@
 """Functions of whole matrices: each rank gathers some of the matrices, computes, and returns the shards of the results.
 
-Each of N ranks owns every N-th matrix; a stack of experts is as many matrices. For N matrices at a time, or for a whole stack
-of more, one all-to-all sends the shards to the owners, and another returns the shards of the results. So no matrix is computed
-twice, not even one with replicas; no rank holds more whole matrices than its share, rounded up; and each rank sends and
-receives about as much as its shards. A stack whose experts are split over all ranks, each whole on one rank, is not sent.
+Each of N ranks owns an N-th of the matrices; a stack of experts is as many matrices. For N of them at a time, or for more in a
+stack, one all-to-all sends the shards to the owners, and another returns the shards of the results. So no matrix is computed
+twice, not even one with replicas; a rank holds one whole matrix, or an N-th of a stack; and each rank sends and receives about
+as much as its shards of the matrices. Where each expert of a stack is whole on one rank, and on no other, nothing is sent.
 """
 
 import functools
@@ -113,7 +113,7 @@ class Redistribution:
         me, ranks, boxes = self._rank, range(self._world), [self._boxes[number] for number in parameters]
         owned = [self._owned(parameters, owner) for owner in ranks]
         mine = [[Part(index, box.within(boxes[index][me])) for index, box in parts] for parts in owned]
-        sent = [[part for part in mine[owner] if me in _senders(boxes[part.tensor], owner)] for owner in ranks]
+        sent = [[p for p in mine[owner] if p.box.size and me in _senders(boxes[p.tensor], owner)] for owner in ranks]
         senders = [_senders(boxes[index], me) for index, _ in owned[me]]
         theirs = [[Part(at, boxes[index][rank].within(box)) for at, (index, box) in enumerate(owned[me])] for rank in ranks]
         gathered = [[part for part in theirs[rank] if rank in senders[part.tensor]] for rank in ranks]
