@@ -97,6 +97,7 @@ VARIANTS: dict[str, Variant] = {
     "mixture, per operation, compiled": Variant(
         _MIXTURE | _COMPILED | _recompute(mode="selective", selective_ac_option="op"), _GROUPED
     ),
+    "mixture, Muon": Variant(_MIXTURE | _optimizer(name="Muon"), _GROUPED),
     "EMA": Variant(_optimizer(ema_decay=0.999), ("aten.lerp_.Tensor",)),
 }
 

@@ -206,10 +206,15 @@ def test_a_choice_that_a_router_cannot_make_is_refused(values, word):
 # ----------------------------------------------------------------------------------------------- with the rest of titanlite
 
 
-def test_muon_leaves_stacked_experts_to_adamw_and_float8_converts_no_part_of_a_mixture():
+def test_muon_takes_stacks_of_experts_without_their_biases_and_float8_converts_no_part_of_a_mixture():
     model = load_family("tests.tiny_gpt_oss", "plain").on_meta()
     muon = {name for name, p in model.named_parameters() if is_orthogonalized(name, p, Optimizer(name="Muon"))}
-    assert "layers.0.attention.wq.weight" in muon and not any("experts" in name for name in muon)
+    assert "layers.0.attention.wq.weight" in muon
+    assert {name.rpartition(".")[2] for name in muon if "experts" in name} == {"w1", "w2", "w3"}
+    convolution = torch.empty(8, 1, 4, device="meta")
+    assert not is_orthogonalized("layers.0.attention.conv.weight", convolution, Optimizer(name="Muon")), (
+        "a convolution's is no stack of matrices"
+    )
     assert not any("ffn" in name for name in block_linears(model))
     decayed = {name.rpartition(".")[2] for name, p in model.named_parameters() if is_decayed(name, p, Optimizer())}
     assert decayed & {"w1", "w2", "w3", "w1_bias", "w2_bias", "w3_bias"} == {"w1", "w2", "w3"}, "stacked biases are none"

@@ -32,10 +32,11 @@ def _polynomial(value: torch.Tensor, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("steps", [1, 5])
 def test_it_is_the_polynomial_of_the_singular_values(shape, steps):
     torch.manual_seed(0)
-    matrix = torch.randn(shape)
-    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-    expected = u @ torch.diag(_polynomial(s / s.norm(), steps)) @ v
-    torch.testing.assert_close(orthogonalized(matrix, steps).double(), expected, rtol=1e-4, atol=2e-5)
+    stack = torch.randn(3, *shape) * torch.tensor([1.0, 100.0, 0.01]).view(3, 1, 1)  # each has a norm of its own
+    for matrix, found in zip(stack, orthogonalized(stack, steps), strict=True):
+        u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+        expected = u @ torch.diag(_polynomial(s / s.norm(), steps)) @ v
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------- whole steps
@@ -67,6 +68,39 @@ def test_steps_equal_those_of_pytorchs_muon_and_adamw(nesterov):
         moved, wanted = p.detach() - before[name], expected[name].detach() - before[name]
         distance = ((moved - wanted).norm() / wanted.norm()).item()
         assert distance < (2e-2 if name in _matrices(ours) else 1e-5), name  # of bfloat16, in which both orthogonalize
+
+
+class _Experts(nn.Module):
+    """One stack, or its matrices as parameters of their own."""
+
+    def __init__(self, stack: torch.Tensor, apart: bool):
+        super().__init__()
+        parts = {f"w{index}": matrix for index, matrix in enumerate(stack)} if apart else {"w": stack}
+        experts = nn.ParameterDict({name: nn.Parameter(part.clone()) for name, part in parts.items()})
+        self.layers = nn.ModuleDict({"0": nn.ModuleDict({"experts": experts})})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_a_stack_are_those_of_its_matrices(dtype):
+    torch.manual_seed(0)
+    first = torch.randn(9, 4, 6)  # with more matrices than rows or columns: the rate is theirs
+    # stochastic rounding would draw other bits for another name
+    keys = _KEYS.model_copy(update={"implementation": "for-loop", "rounding": "compensated"})
+    stack, matrices = _Experts(first, False).to(dtype), _Experts(first, True).to(dtype)
+    optimizers = [build_optimizer(model, keys) for model in (stack, matrices)]
+    (together,) = stack.parameters()
+    start = together.detach().float().clone()
+    for _ in range(3):
+        together.grad = torch.randn(9, 4, 6).to(dtype)
+        for matrix, grad in zip(matrices.parameters(), together.grad, strict=True):
+            matrix.grad = grad
+        for optimizer in optimizers:
+            set_lr(optimizer, 1e-1)
+            optimizer.step()
+    expected = torch.stack([matrix.detach() for matrix in matrices.parameters()]).float() - start
+    torch.testing.assert_close(
+        together.detach().float() - start, expected, rtol=1e-2, atol=1e-4 if dtype == torch.float32 else 1e-2
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- as an optimizer

@@ -25,6 +25,7 @@ CASES = {
     "tp 2": Case(TP),
     "adapters": Case(SHARD, others=ADAPTERS),
     "Muon": Case(SHARD, others=MUON),
+    "Muon, split experts": experts({"dp_shard": 2, "ep": 2})._replace(others=MUON),
     "bfloat16": Case(BOTH, training=NARROW),
     "bfloat16 with remainders": Case(SHARD, training=NARROW, others={"optimizer": {"rounding": "compensated"}}),
     "an EMA": Case(SHARD, others={"optimizer": {"ema_decay": 0.9}}),
@@ -36,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["an EMA", "whole gradients", "tp 2, split experts"], CASES))
+@pytest.mark.parametrize("name", slow_but(["an EMA", "whole gradients", "Muon, split experts", "tp 2, split experts"], CASES))
 def test_arithmetic_agrees_with_the_prediction_that_is_measured(name):
     config, ranks = CASES[name].config(), CASES[name].ranks
     measured = sum(predict(config, ranks, "cpu").memory[:3])

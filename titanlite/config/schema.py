@@ -327,9 +327,9 @@ class Optimizer(Section):
     name: Annotated[Literal["AdamW", "Adam", "Muon"] | bounds.OwnPart, ALWAYS] = "AdamW"
     """AdamW decouples weight decay from the gradient (Loshchilov & Hutter, arXiv:1711.05101). Adam adds the decay to the
     gradient and needs far smaller values of weight_decay than the default. Muon orthogonalizes the momentum of the blocks'
-    matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters, also stacks of experts, to AdamW, with
-    the same lr: a matrix's update is scaled to the size of AdamW's. "package.module:Class" is a class of your own, or of
-    PyTorch: "torch.optim:RAdam" (docs/guides/own_parts.md)."""
+    matrices (Jordan 2024; Liu et al., arXiv:2502.16982), also of each expert, and leaves all else to AdamW, with the same lr: a
+    matrix's update is scaled to the size of AdamW's. "package.module:Class" is a class of your own, or of PyTorch:
+    "torch.optim:RAdam" (docs/guides/own_parts.md)."""
     lr: Annotated[bounds.Rate, ALWAYS] = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
     beta1: Annotated[bounds.Beta, _WITH_BUILT_IN] = 0.9

@@ -32,7 +32,7 @@ class OptimizerGroup:
         device = local_part(self.parameters[0]).device
         self.keys = torch.tensor([key_of(name) for name in group["param_names"]], device=device)
         self.counts = torch.zeros(len(self.parameters), device=device)
-        self.longest = torch.tensor([max(p.shape) for p in self.parameters], dtype=torch.float64, device=device)
+        self.longest = torch.tensor([max(p.shape[-2:]) for p in self.parameters], dtype=torch.float64, device=device)
         self.positions = [rounding.positions(p) for p in self.parameters]
         self._reached: tuple[list[bool], Tensor] | None = None
         for p, count in zip(self.parameters, self.counts.unbind(), strict=True):

@@ -85,8 +85,10 @@ def _adam(groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | Non
 
 
 def is_orthogonalized(name: str, parameter: Tensor, cfg: Optimizer) -> bool:
-    """Whether Muon updates a parameter; AdamW updates embedding, head, norms and biases."""
-    return cfg.name == "Muon" and parameter.ndim == 2 and name.startswith("layers.") and not _is_bias(name)
+    """Whether Muon updates a parameter: a matrix of a block, or a stack of experts, (experts, rows, columns). AdamW updates
+    embedding, head, norms, biases, and other tensors of three dimensions, such as a convolution's."""
+    matrices = parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name)
+    return cfg.name == "Muon" and matrices and name.startswith("layers.") and not _is_bias(name)
 
 
 def is_decayed(name: str, parameter: Tensor, cfg: Optimizer) -> bool:

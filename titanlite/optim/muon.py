@@ -2,7 +2,8 @@
 
 K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), for the orthogonalization; Liu et al., "Muon is
 scalable for LLM training", arXiv:2502.16982, for the scale of an update, 0.2 sqrt(max(rows, columns)), which makes it as large
-as an update of AdamW: learning rate and weight decay carry over. AdamW updates everything but the blocks' matrices.
+as an update of AdamW: learning rate and weight decay carry over. AdamW updates everything but the blocks' matrices. A stack of
+experts is as many matrices.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from titanlite.optim import rounding
 from titanlite.optim.adam_bf16 import REMAINDER, OptimizerGroup, signals
 from titanlite.optim.rounding import Compiler, Positions
 from titanlite.optim.whole_matrices import Bucket, Redistribution
+from titanlite.transforms.shards import local_part
 
 MOMENTUM = "momentum_buffer"
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: bring singular values above 0.01 close to 1 in five steps
@@ -25,9 +27,10 @@ _AS_LARGE_AS_ADAMW = 0.2  # root mean square of an update, arXiv:2502.16982, sec
 class Muon(torch.optim.Optimizer):
     """Muon for `groups`, combined with an optimizer for the rest: one set of parameters, state and steps.
 
-    groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalization, and
-    of its communication. bfloat16 parameters are rounded as in `Bfloat16Adam`. Takes `found_inf` and `grad_scale` if the
-    optimizer of the rest does. compiler: as for `Bfloat16Adam`. All ranks of `group` construct it together.
+    groups: as of torch.optim, with pairs (name, parameter), the parameters matrices or stacks of experts. precision: of the
+    orthogonalization, and of its communication. bfloat16 parameters are rounded as in `Bfloat16Adam`. Takes `found_inf` and
+    `grad_scale` if the optimizer of the rest does. compiler: as for `Bfloat16Adam`. All ranks of `group` construct it
+    together.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Muon(torch.optim.Optimizer):
             numbers += rounding.each_row(self._numbers(part))
         with rounding.any_shape():
             for one in self._redistribution.buckets(used):
-                work = [(parameters[n], positions[n], keys[n], numbers[n]) for n in one.matrices]
+                work = [(parameters[n], positions[n], keys[n], numbers[n]) for n in one.parameters]
                 self._step_bucket(one, work, skip, scale)
 
     def _numbers(self, part: OptimizerGroup) -> Tensor:
@@ -84,13 +87,12 @@ class Muon(torch.optim.Optimizer):
         pending = []
         for p, position, key, _ in work:
             assert p.grad is not None
-            pending.append(torch.empty_like(rounding.flat(p), dtype=self._precision))
-            self._gather(
-                [rounding.flat(p.grad), rounding.flat(self.state[p][MOMENTUM]), pending[-1]], position, key, skip, scale
-            )
-        directions = self._redistribution.map(one, pending, lambda whole: orthogonalized(whole, self._ns_steps))
+            pending.append(torch.empty_like(local_part(p), dtype=self._precision))
+            tensors = [rounding.flat(each) for each in (p.grad, self.state[p][MOMENTUM], pending[-1])]
+            self._gather(tensors, position, key, skip, scale)
+        directions = self._redistribution.map(one, pending, lambda wholes: orthogonalized(wholes, self._ns_steps))
         for (p, position, key, numbers), direction in zip(work, directions, strict=True):
-            tensors = [rounding.flat(p), direction]
+            tensors = [rounding.flat(p), rounding.flat(direction)]
             tensors += [rounding.flat(self.state[p][REMAINDER])] if REMAINDER in self.state[p] else []
             self._update(tensors, position, key, numbers, skip)
 
@@ -110,13 +112,15 @@ class Muon(torch.optim.Optimizer):
         rounding.store(p, remainder, value, position, key, 1, skip)
 
 
-def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """Approximately U V^T of a matrix U S V^T, in its dtype, with singular values between 0.7 and 1.2: Newton-Schulz iterations
-    of a polynomial that has no fixed point at 1 but grows fast from 0."""
+def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
+    """Approximately U V^T of each matrix U S V^T, (matrices, rows, columns), in their dtype, with singular values between 0.7
+    and 1.2: Newton-Schulz iterations of a polynomial that has no fixed point at 1 but grows fast from 0."""
     a, b, c = _COEFFICIENTS
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = wide / torch.linalg.vector_norm(wide, dtype=torch.float32).clamp(min=1e-7).to(wide.dtype)
+    tall = matrices.shape[1] > matrices.shape[2]
+    wide = matrices.mT if tall else matrices
+    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = wide / norms.clamp(min=1e-7).to(wide.dtype)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T.contiguous() if matrix.shape[0] > matrix.shape[1] else x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT.contiguous() if tall else x
