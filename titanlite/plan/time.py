@@ -33,6 +33,7 @@ _LOGITS = 32  # bytes for each logit, fitted; titanlite reads and writes 2 and 4
 class Device(StrictModel):
     """A GPU of devices.toml, in the units of its keys."""
 
+    driver_name: str | None = None  # as torch.cuda.get_device_name() spells it
     bf16_tflops: Rate
     fp8_tflops: Annotated[float, Field(ge=0, le=1e9)]  # 0: none
     memory_gib: Rate
