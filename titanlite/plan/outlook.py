@@ -18,7 +18,7 @@ from titanlite.plan.time import devices, memory, step
 
 log = logging.getLogger(__name__)
 
-_WARM, _LAST = 5, 20  # the steps of a start after these two are measured: the first ones compile and allocate
+_WARM, _LAST = 5, 20  # steps 6 to 20 of a start are measured: the first ones compile and allocate
 _THROTTLED = 0.6  # of a GPU's highest clock; matmuls at full power run at 0.7 to 0.9 of it
 
 
@@ -31,7 +31,7 @@ class Predicted(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a run has measured since step 5. seconds: the median step. memory: GiB, the peak of the fullest rank."""
+    """What a run has measured in steps 6 to 20. seconds: the median step. memory: GiB, the peak of the fullest rank."""
 
     seconds: float
     memory: float
@@ -102,14 +102,14 @@ class Outlook:
         self.waits.append(waited)
         if len(self.marks) < _LAST:
             return
-        marks = self.marks[_WARM:]
+        marks = self.marks[_WARM - 1 :]
         # a pause before or after a step would count as a part of it
         steps = [_seconds(a, b) for (before, a), (after, b) in itertools.pairwise(marks) if before == after]
         predicted, self.entry = self._predicted(self.entry), None
         if predicted is None or not steps:
             return
         middle = statistics.median(steps)
-        paused = (marks[-1][0] - marks[0][0]) / (middle * len(marks))
+        paused = (marks[-1][0] - marks[0][0]) / (middle * (len(marks) - 1))
         measured = Measured(middle, peak, statistics.mean(self.waits), recompilations, self.rate, paused)
         text, warned = verdict(predicted, measured)
         log.log(logging.WARNING if warned else logging.INFO, "%s", text)
