@@ -56,7 +56,7 @@ def score(text: str) -> tuple[list[Scored], list[LeftOut]]:
 
 
 def group_of(run: Run, job: Job) -> str:
-    return f"{run.device.lower()} {'MoE' if any(layer.experts for layer, _ in job.shape.layers) else 'dense'}"
+    return f"{run.device.lower()} {job.shape.kind}"
 
 
 def device_of(run: Run, known: dict[str, Device]) -> Device | None:

@@ -55,6 +55,7 @@ from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.plan import memory as memory_plan
+from titanlite.plan.outlook import Outlook
 from titanlite.registry.family import family_of
 from titanlite.registry.own import source_of_parts
 from titanlite.registry.source import source_of
@@ -133,6 +134,7 @@ def train(
     incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
     watch = profiling.Watch(config, device, clock)
     recompilations = RecompilationWatch()
+    outlook = Outlook(config, device, mesh.size(), global_batch, clock, active=main_rank)
     tokenizer = open_tokenizer(config.model.hf_assets_path, training.add_bos) if config.validation.sample_prompts else None
     clock.add_pause("startup", time.perf_counter() - started)
     gc.disable()  # otherwise each rank collects at a time of its own, and all others wait for it
@@ -160,6 +162,7 @@ def train(
         unread.add(step, sample, loss, norm)
         progress = progress._replace(step=step)
         clock.steps += 1
+        outlook.step()
 
         stopping = None if last else stop.agreed()
         validating = validation is not None and (last or step % config.validation.freq == 0)
@@ -213,6 +216,8 @@ def train(
             recompilations.settle()
         elif reporting:
             recompilations.check(step)
+        if reporting:
+            outlook.report(values, recompilations.recompilations)
     gc.enable()
     if stopping:
         log.info("stopping after step %d: %s%s", progress.step, stopping, "" if saver else "; nothing is saved")

@@ -56,6 +56,11 @@ class Shape(NamedTuple):
         return sum(often for _, often in self.layers)
 
     @property
+    def kind(self) -> str:
+        """Of a prediction's error: "dense" or "MoE"."""
+        return "MoE" if any(layer.experts for layer, _ in self.layers) else "dense"
+
+    @property
     def embeddings(self) -> int:
         """Parameters of embedding and head."""
         return self.dim * self.vocab * (1 if self.tied else 2)

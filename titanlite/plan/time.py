@@ -1,6 +1,6 @@
 """The seconds of a step, in closed form: matmuls by a roofline, collectives by the links that their ranks have.
 
-FSDP's collectives run behind the computation of a neighboring layer, and cost what is longer; those of tensor, context and
+FSDP's collectives run behind the computation of a neighboring layer, which they slow down; those of tensor, context and
 expert parallelism are waited for. Left out: other kernels than listed, stragglers, a shared network, input and checkpoints.
 """
 
@@ -22,6 +22,7 @@ _LINK = 0.8  # of a link's bandwidth that NCCL's large collectives reach (nccl-t
 _HOP, _NETWORK_HOP = 2e-6, 6e-6  # seconds of latency between neighbors of a ring
 _LAUNCH = 4e-6  # seconds of a matmul's launch that nothing hides
 _TILE = 128  # rows and columns of a matmul's result that one SM computes
+_CONTENTION = 0.18  # of a GPU that a collective takes from matmuls: NCCL's 24 channels occupy as many of an H100's 132 SMs
 _ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed
 _FLOAT8 = 0.75  # of the matmul rate in bfloat16 that float8 reaches, both relative to their peaks
 _STREAMS = 10  # hidden states that kernels other than matmuls read or write in a layer's forward pass
@@ -32,6 +33,7 @@ _LOGITS = 32  # bytes for each logit, fitted; titanlite reads and writes 2 and 4
 class Device(StrictModel):
     """A GPU of devices.toml, in the units of its keys."""
 
+    driver_name: str | None = None  # as torch.cuda.get_device_name() spells it
     bf16_tflops: Rate
     fp8_tflops: Annotated[float, Field(ge=0, le=1e9)]  # 0: none
     memory_gib: Rate
@@ -206,6 +208,11 @@ def sharded(job: Job, layer: Layer, choice: Choice) -> tuple[float, float]:
     return both(2), both(job.reduce_bytes)
 
 
+def overlapped(collective: float, busy: float) -> float:
+    """Seconds that a collective adds to computation of `busy` seconds that runs at the same time."""
+    return max(0.0, collective - busy) + _CONTENTION * min(collective, busy)
+
+
 def step(job: Job, choice: Choice) -> Seconds:
     """A step of one rank. choice must divide the ranks, the batch and the model."""
     shape, device, microbatches = job.shape, job.device, job.microbatches(choice)
@@ -226,7 +233,7 @@ def step(job: Job, choice: Choice) -> Seconds:
         if choice.pp == 1:
             busy = ahead.matmuls + ahead.elementwise + attention / 3
             behind = busy * (2 + again) + ahead.tp
-            fsdp += often * (max(0.0, gather - busy) + max(0.0, (gather if job.reshard else 0.0) + reduce - behind))
+            fsdp += often * (overlapped(gather, busy) + overlapped((gather if job.reshard else 0.0) + reduce, behind))
     head = 3 * matmul(job, tokens, shape.vocab / choice.tp, shape.dim)
     logits = _LOGITS * tokens * shape.vocab / choice.tp / (device.memory_gb_per_second * 1e9)
     stages = choice.pp * choice.stages
@@ -244,7 +251,7 @@ def step(job: Job, choice: Choice) -> Seconds:
     fsdp += ring(job, edge, choice.tp, of_embeddings) * (1 if choice.pp > 1 else microbatches)
     values = parameters_of_rank(job, choice)
     replicas = 2 * ring(job, choice.dp_replicate, edge * choice.tp, job.reduce_bytes * values)
-    fsdp += max(0.0, replicas - whole / microbatches / 2)  # the last microbatch's backward pass hides the rest
+    fsdp += overlapped(replicas, whole / microbatches / 2)  # the last microbatch's backward pass hides the rest
     between = 2 * tokens * shape.dim / choice.tp / (device.network_gb_per_second * _LINK * 1e9) + _NETWORK_HOP
     sends = 2 * microbatches * choice.stages * between if choice.pp > 1 else 0.0
     # parameters, gradients and two moments are read, all but gradients written
@@ -263,7 +270,7 @@ def parameters_of_rank(job: Job, choice: Choice) -> float:
 
 
 def memory(job: Job, choice: Choice) -> float:
-    """Bytes that the fullest rank of a mesh holds, roughly: `titanlite estimate` measures them."""
+    """Bytes that the fullest rank of a mesh holds, roughly: within MEMORY_ERROR of what `titanlite estimate` measures."""
     shape, microbatches = job.shape, job.microbatches(choice)
     tokens = choice.microbatch * job.seq_len / (choice.cp * choice.tp)
     share = math.ceil(shape.depth / choice.pp)  # layers of a rank
@@ -271,15 +278,20 @@ def memory(job: Job, choice: Choice) -> float:
     kept, widest, gathered = 0.0, 0.0, 0.0
     for layer, often in shape.layers:
         rows = sum(each.rows for each in layer.matrices)
-        copies = layer.experts.top_k * (2 * shape.dim + 3 * layer.experts.hidden) if layer.experts else 0
-        # Uncompiled blocks keep about twice what matmuls read; "selective" keeps 286 KiB a token of a Llama 70B block.
-        every = 4 * (4 * shape.dim + 1.5 * rows + copies) * tokens
-        part = {"none": every, "selective": 0.45 * every, "full": 2 * shape.dim * tokens}[choice.recompute]
+        copies = layer.experts.top_k * (shape.dim + 2 * layer.experts.hidden) if layer.experts else 0
+        # What matmuls and norms read. Uncompiled blocks keep the results of other operations too, tensor parallelism what it
+        # gathers: 52 GiB by estimate of Llama 70B on pp 4 x cp 4 x tp 2.
+        once = 2 * (4 * shape.dim + rows + copies) * tokens
+        every = once if job.compiled and choice.tp == 1 else 2 * once
+        part = {"none": every, "selective": 0.45 * once, "full": 2 * shape.dim * tokens}[choice.recompute]
         kept += part * often / shape.depth * share
         weights = layer.dense_parameters / choice.tp + layer.expert_parameters(shape.dim) / choice.ep
         widest = max(widest, 2 * every + 2 * 2 * weights + job.reduce_bytes * weights)
         gathered += weights * often / shape.depth * share
     if choice.pp > 1:  # gathered parameters and their whole gradients stay
-        return states + kept * min(microbatches, choice.pp + choice.stages - 1) + widest + gathered * (2 + job.reduce_bytes)
+        # passes of the first rank's stages before the first backward pass (arXiv:2104.04473, section 2.2)
+        ahead = choice.pp if choice.stages == 1 else 2 * (choice.pp - 1) + (choice.stages - 1) * choice.pp + 1
+        held = min(microbatches, ahead / choice.stages)
+        return states + kept * held + widest + gathered * (2 + job.reduce_bytes)
     head = (2 + 2 * job.reduce_bytes) * shape.dim * shape.vocab / choice.tp
     return states + kept + max(widest, head) + 2 * 2**30

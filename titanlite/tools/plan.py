@@ -23,25 +23,15 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.loop.checks import check
+from titanlite.plan.job import errors_of, job_of
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import GIB, fits
 from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_of, shares, why
-from titanlite.plan.shape import Shape
-from titanlite.plan.time import Choice, Job, device_named, devices
+from titanlite.plan.time import Choice, Job, devices
 from titanlite.registry.family import family_of
 from titanlite.tools.options import PREDICTED, WholeNumber, config_parser, new_path
-from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.meta import on_meta
 
 _TRIED = 40  # candidates that `check` sees before the search gives up
-# Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
-ERRORS = {
-    "a100 dense": (0.111, 0.222),
-    "b200 dense": (0.091, 0.255),
-    "h100 dense": (0.190, 0.458),
-    "h100 MoE": (0.307, 0.459),
-    "h200 dense": (0.103, 0.163),
-}
 
 
 class Winner(NamedTuple):
@@ -60,7 +50,7 @@ def main() -> None:
     parser.add_argument("--output", type=new_path, metavar="FILE.toml")
     options, words = parser.parse_known_args()
     path, config = read_words(words, f"{parser.prog} CONFIG.toml --gpus N --device h100 [--section.key value ...]")
-    job = job_of(config, words[1:], options.device, options.nodes_of)
+    job = read_job(config, words[1:], options.device, options.nodes_of)
     if options.output and options.output.exists():
         raise UserError(f"--output {options.output}: exists; name a new file")
     found = candidates(job, options.gpus, options.objective)
@@ -74,33 +64,14 @@ def main() -> None:
         write(options.output, path, keys_of(winners[0].candidate.choice))
 
 
-def job_of(config: Config, words: list[str], device: str, node: int) -> Job:
+def read_job(config: Config, words: list[str], device: str, node: int) -> Job:
     """Raises UserError for a configuration that the model of time does not know."""
-    training, family = config.training, family_of(config.model)
     given = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     if chosen := [key for key in given if key in CHOSEN]:
         raise UserError(f"--{chosen[0]}: plan chooses it; leave the option out")
-    if training.global_batch_size < 0:
+    if config.training.global_batch_size < 0:
         raise UserError("training.global_batch_size: must be given, since a plan compares meshes with the same batch")
-    if config.lora.enable:
-        raise UserError("lora.enable = true: plan does not know frozen weights; compare meshes with titanlite estimate")
-    if config.float8.enable and not device_named(device).fp8_tflops:
-        raise UserError(f"float8.enable = true: --device {device} has no float8 matmuls")
-    if training.mixed_precision_param == "float32":
-        raise UserError('training.mixed_precision_param = "float32": plan knows bfloat16; set it to "bfloat16"')
-    return Job(
-        Shape.of(family, on_meta(family, config), training.seq_len),
-        device_named(device),
-        node,
-        training.seq_len,
-        training.global_batch_size,
-        float8=config.float8.enable,
-        compiled=config.compile.enable,
-        async_tp=config.parallelism.enable_async_tensor_parallel,
-        reshard=config.parallelism.fsdp_reshard_after_forward != "never",
-        weight_bytes=DTYPES[training.dtype].itemsize,
-        reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
-    )
+    return job_of(config, device, node, config.training.global_batch_size)
 
 
 def sound(
@@ -164,8 +135,8 @@ def _words(choice: Choice) -> str:
 
 def _expected(job: Job, device: str) -> str:
     """How far such predictions have been from published runs that nothing was fitted to."""
-    kind = "MoE" if any(layer.experts for layer, _ in job.shape.layers) else "dense"
-    if (error := ERRORS.get(f"{device} {kind}")) is None:
+    kind = job.shape.kind
+    if (error := errors_of(job, device)) is None:
         return f"error: unknown, since no blind published run is of a {kind} model on {device}"
     return (
         f"error: {error[0]:.0%} on average, {error[1]:.0%} in the ninth decile, of published runs of {kind} models on {device}"

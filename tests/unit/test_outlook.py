@@ -1,0 +1,130 @@
+"""Predicted against measured: the cause that is named, the steps that count, and the runs of which nothing is predicted."""
+
+import logging
+import re
+
+import pytest
+import torch
+
+from tests.own.data_runs import full_run
+from titanlite.config.schema import Config
+from titanlite.loop.metrics import Clock
+from titanlite.plan import outlook
+from titanlite.plan.job import choice_of, job_of
+from titanlite.plan.outlook import Measured, Outlook, Predicted, entry, verdict
+from titanlite.plan.time import Choice, step
+
+PREDICTED = Predicted(seconds=1.0, memory=100.0, error=0.2)
+DATA, COMPILED, THROTTLED, PAUSED = "waits for data", "compiled again", "throttled to 40%", "such as saves"
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("measured", "named"),
+    [
+        (Measured(1.19, 120), ""),
+        (Measured(0.5, 50), ""),
+        (Measured(1.0, 130), "more memory than predicted: unexplained"),
+        (Measured(1.3, 100), "slower than it could be: unexplained"),
+        (Measured(1.19, 100, data_wait=0.5, recompilations=9), ""),
+        (Measured(2.0, 100, data_wait=0.3, recompilations=2), DATA),
+        (Measured(2.0, 100, data_wait=0.2), "unexplained"),
+        (Measured(2.0, 100, data_wait=0.2, recompilations=2), COMPILED),
+        (Measured(2.0, 100, clock=0.4), THROTTLED),
+        (Measured(2.0, 100, clock=0.8), "unexplained"),
+        (Measured(2.0, 100, paused=0.3), PAUSED),
+        (Measured(2.0, 100, paused=0.2), "unexplained"),
+    ],
+)
+def test_a_run_that_is_slower_than_the_error_allows_says_why(measured, named):
+    text, warned = verdict(PREDICTED, measured)
+    assert named in text and warned == bool(named)
+    assert sum(cause in text for cause in (DATA, COMPILED, THROTTLED, PAUSED, "unexplained")) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", None), ("", None)]
+)
+def test_a_gpu_is_known_by_the_whole_name_that_its_driver_gives(monkeypatch, name, found):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert entry(torch.device("cuda")) == found
+    assert entry(CPU) is None
+
+
+def config_of(**sections: object) -> Config:
+    given = {"model": {"flavor": "8b"}, "training": {"seq_len": 4096, "local_batch_size": 4, "dtype": "bfloat16"}}
+    return Config.model_validate(given | sections)
+
+
+def logged(caplog, monkeypatch, config: Config, device="h200", active=True) -> list[str]:
+    """The lines of a run whose steps take 2 s: all but two of them wait 7 s for a save, and the first ones compile."""
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr(outlook, "entry", lambda _: device)
+    caplog.set_level(logging.INFO)
+    clock = Clock(0.0)
+    found = Outlook(config, CPU, 1, 4, clock, active)
+    for number in range(1, 31):
+        now += 2 if number > 5 else 30
+        found.step()
+        if number % 10 == 0:
+            found.report({"data_wait_fraction": 0.01, "peak_memory_gib": 116.0}, 0)
+        if number > 5 and number not in (10, 11):
+            with clock.phase(number, "saving"):
+                now += 7
+    return [record.message for record in caplog.records]
+
+
+def test_the_line_has_the_median_of_the_steps_without_pauses(caplog, monkeypatch):
+    (line,) = logged(caplog, monkeypatch, config_of())
+    seconds = step(job_of(config_of(), "h200", 1, 4), Choice(microbatch=4)).total
+    assert line.startswith(f"step time 2 s, predicted {seconds:.3g} s"), line
+    assert "such as saves" in line
+
+
+UNKNOWN = {
+    "a device without blind runs of MoE models": {"model": {"name": "mixtral", "flavor": "8x7b"}},
+    "adapters": {"lora": {"enable": True}},
+    "float32": {"training": {"mixed_precision_param": "float32"}},
+    "a memory budget": {"activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}},
+    "weights on the host": {"parallelism": {"cpu_offload": True}},
+    "a teacher": {"distillation": {"teacher": "folder"}},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_nothing_is_said_where_the_plan_says_unknown(caplog, monkeypatch, name):
+    assert logged(caplog, monkeypatch, config_of(**UNKNOWN[name])) == []
+
+
+def test_other_devices_and_ranks_and_a_forks_model_that_cannot_be_read_say_nothing(caplog, monkeypatch):
+    assert logged(caplog, monkeypatch, config_of(), device=None) == []
+    assert logged(caplog, monkeypatch, config_of(), active=False) == []
+    monkeypatch.setattr(outlook, "job_of", lambda *_: torch.nn.Module().embed)
+    assert logged(caplog, monkeypatch, config_of()) == []
+
+
+def test_the_mesh_of_a_configuration_is_what_the_plan_chooses_from():
+    keys = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 4, "pipeline_parallel_schedule": "Interleaved1F1B"}
+    config = config_of(parallelism=keys, activation_checkpoint={"mode": "full"})
+    assert choice_of(config, 32) == Choice(pp=2, dp_shard=4, tp=4, stages=2, microbatch=4, recompute="full")
+
+
+@pytest.mark.parametrize("pretended", ["h200", None])
+def test_a_run_prints_one_line_after_its_20th_step(caplog, monkeypatch, group_of_one, tmp_path, pretended):
+    monkeypatch.setattr(outlook, "entry", lambda _: pretended)
+    caplog.set_level(logging.INFO)
+    config = Config.model_validate(
+        {
+            "job": {"dump_folder": str(tmp_path)},
+            "model": {"name": "tests.tiny", "flavor": "plain"},
+            "training": {"seq_len": 16, "local_batch_size": 2, "steps": 32},
+            "metrics": {"enable_tensorboard": False},
+        }
+    )
+    full_run({}, config)
+    messages = [record.message for record in caplog.records]
+    found = [number for number, message in enumerate(messages) if message.startswith("step time ")]
+    assert len(found) == (pretended is not None)
+    for number in found:
+        assert re.match(r"step 20/32 ", messages[number - 1]) and "slower than it could be: " in messages[number]

@@ -1,0 +1,72 @@
+"""What the model of time knows of a configuration: the job, and the mesh that it describes; and how far it errs."""
+
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
+from titanlite.parallel.mesh import resolve_degrees
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK
+from titanlite.plan.shape import Shape
+from titanlite.plan.time import Choice, Job, device_named
+from titanlite.registry.family import family_of
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.meta import on_meta
+
+# Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
+ERRORS = {
+    "a100 dense": (0.105, 0.218),
+    "b200 dense": (0.082, 0.255),
+    "h100 dense": (0.174, 0.452),
+    "h100 MoE": (0.307, 0.459),
+    "h200 dense": (0.074, 0.141),
+}
+MEMORY_ERROR = 0.25  # the largest difference between `memory` and `titanlite estimate` over the recipes is 22%
+
+
+def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
+    """device: of devices.toml. node: GPUs of a node. global_batch: sequences.
+
+    Raises UserError for a configuration that the model of time does not know.
+    """
+    training = config.training
+    if config.lora.enable:
+        raise UserError("lora.enable = true: plan does not know frozen weights; compare meshes with titanlite estimate")
+    if config.distillation.teacher:
+        raise UserError("distillation.teacher: plan does not know a second model; compare meshes with titanlite estimate")
+    if config.parallelism.cpu_offload:
+        raise UserError("parallelism.cpu_offload = true: plan does not know copies to the host; set it to false")
+    if config.float8.enable and not device_named(device).fp8_tflops:
+        raise UserError(f"float8.enable = true: --device {device} has no float8 matmuls")
+    if training.mixed_precision_param == "float32":
+        raise UserError('training.mixed_precision_param = "float32": plan knows bfloat16; set it to "bfloat16"')
+    return Job(
+        Shape.of(family_of(config.model), on_meta(family_of(config.model), config), training.seq_len),
+        device_named(device),
+        node,
+        training.seq_len,
+        global_batch,
+        float8=config.float8.enable,
+        compiled=config.compile.enable,
+        async_tp=config.parallelism.enable_async_tensor_parallel,
+        reshard=config.parallelism.fsdp_reshard_after_forward != "never",
+        weight_bytes=DTYPES[training.dtype].itemsize,
+        reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
+    )
+
+
+def choice_of(config: Config, ranks: int) -> Choice:
+    """The mesh that a configuration has on so many ranks. Raises UserError for recomputation that the model does not know."""
+    mode, cfg = config.activation_checkpoint.mode, config.parallelism
+    if mode == "memory_budget":
+        raise UserError('activation_checkpoint.mode = "memory_budget": plan does not know what the compiler recomputes')
+    degrees = resolve_degrees(cfg, ranks)
+    return Choice(
+        **degrees,
+        ep=cfg.expert_parallel_degree,
+        stages=STAGES_OF_A_RANK[cfg.pipeline_parallel_schedule] if degrees["pp"] > 1 else 1,
+        microbatch=config.training.local_batch_size,
+        recompute=mode,
+    )
+
+
+def errors_of(job: Job, device: str) -> tuple[float, float] | None:
+    """Mean and ninth decile of the error of such predictions, or None where no published run says it."""
+    return ERRORS.get(f"{device} {job.shape.kind}")
