@@ -120,7 +120,7 @@ class Outlook:
             choice, errors = choice_of(self.config, self.ranks), errors_of(job, device)
             return Predicted(step(job, choice).total, memory(job, choice) / GIB, errors[1]) if errors else None
         except Exception as error:  # a fork's model may lack what the model of time reads, which is no reason to end a run
-            log.debug("no prediction: %s", error)
+            log.info("step time and memory are not predicted: %s", error)
             return None
 
 
