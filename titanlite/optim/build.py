@@ -20,7 +20,7 @@ from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import Compiler, compile_kernel
 from titanlite.transforms.compile import compiler_faults
 from titanlite.transforms.groups import group_of
-from titanlite.transforms.parameters import match_scale
+from titanlite.transforms.parameters import in_blocks, match_scale
 from titanlite.transforms.shards import local_part
 
 
@@ -86,7 +86,7 @@ def _adam(groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | Non
 
 def is_orthogonalized(name: str, parameter: Tensor, cfg: Optimizer) -> bool:
     """Whether Muon updates a parameter; AdamW updates embedding, head, norms and biases."""
-    return cfg.name == "Muon" and parameter.ndim == 2 and name.startswith("layers.") and not _is_bias(name)
+    return cfg.name == "Muon" and parameter.ndim == 2 and in_blocks(name) and not _is_bias(name)
 
 
 def is_decayed(name: str, parameter: Tensor, cfg: Optimizer) -> bool:

@@ -84,6 +84,8 @@ def job_of(config: Config, words: list[str], device: str, node: int) -> Job:
         raise UserError("training.global_batch_size: must be given, since a plan compares meshes with the same batch")
     if config.lora.enable:
         raise UserError("lora.enable = true: plan does not know frozen weights; compare meshes with titanlite estimate")
+    if training.predict_further:
+        raise UserError("training.predict_further: plan does not know further depths; compare meshes with titanlite estimate")
     if config.float8.enable and not device_named(device).fp8_tflops:
         raise UserError(f"float8.enable = true: --device {device} has no float8 matmuls")
     if training.mixed_precision_param == "float32":
