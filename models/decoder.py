@@ -30,6 +30,7 @@ class Decoder(nn.Module):
     embed: Any  # nn.Embedding, or None
     layers: nn.ModuleDict  # blocks by global index, "0", "1", ...; each block is one unit of FSDP, compile and recomputation
     head: Head | None
+    further: nn.ModuleDict  # only with training.predict_further: the Further modules of models/further.py
     context: tuple[DeviceMesh, Literal["gather", "ulysses"]] | None = None  # ranks that a sequence is split over, and how
     teacher: Any = None  # titanlite.loop.distillation.Teacher, a second model that is not trained
     pipeline: Any = None  # titanlite.parallel.pipeline.Pipeline, where other ranks have the other blocks

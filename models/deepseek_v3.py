@@ -2,7 +2,7 @@
 
 Attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are expanded
 from one narrow latent, which is all that generation keeps. Feed-forward layers are MoE layers with a shared expert and a router
-of sigmoids with a bias; the first layers are dense. Multi-token prediction is not supported.
+of sigmoids with a bias; the first layers are dense. Files' layers of multi-token prediction are left out.
 """
 
 import math

@@ -194,6 +194,7 @@ def train(
             validated = True
         if reporting:
             values = {"loss_mean": progress.loss_mean, "loss": steps[-1].loss, "grad_norm": steps[-1].norm}
+            values |= {"further_loss": steps[-1].further} if training.predict_further else {}
             values |= {"lr": schedule.at(step), **measured, **expert_load(model, config.parallelism.expert_parallel_degree)}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
             values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}

@@ -98,6 +98,9 @@ VARIANTS: dict[str, Variant] = {
         _MIXTURE | _COMPILED | _recompute(mode="selective", selective_ac_option="op"), _GROUPED
     ),
     "mixture, Muon": Variant(_MIXTURE | _optimizer(name="Muon"), _GROUPED),
+    "document_mask, further depths, compiled": Variant(
+        {"training": {"document_mask": True, "predict_further": 2}} | _COMPILED, attention=("flex",)
+    ),
     "EMA": Variant(_optimizer(ema_decay=0.999), ("aten.lerp_.Tensor",)),
 }
 

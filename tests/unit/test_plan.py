@@ -44,6 +44,7 @@ SEVEN = {
     "tp 2, adapters, every second layer": Case(TP, "seven", reduced="every second layer", others=ADAPTERS),
     "hybrid, two gathered ahead": Case(HYBRID, "seven", parallelism={"fsdp_prefetch": 2}),
     "2 x 2, Muon": Case(BOTH, "seven", others=MUON),
+    "2 x 2, two further depths": Case(BOTH, "seven", accumulation=2, training={"predict_further": 2}),
     "shard 2, gathers in float8": Case(SHARD, "seven", others=FLOAT8_GATHERS),
 }
 

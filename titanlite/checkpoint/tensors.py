@@ -11,6 +11,11 @@ def average_of(name: str) -> str:
     return AVERAGES + name.removeprefix(WEIGHTS)
 
 
+def is_further(name: str) -> bool:
+    """Whether a checkpoint's tensor is a weight of a module of training.predict_further, which only training has."""
+    return name.startswith(f"{WEIGHTS}further.")
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers of a model by their names in a checkpoint; a tied parameter once."""
     stored = model.state_dict()  # which has tied parameters twice, and no buffers that are not persistent

@@ -28,6 +28,17 @@ class Batch(NamedTuple):
         following = self.tokens[..., 1:]
         return following if self.counted is None else following.masked_fill(~self.counted[..., 1:], IGNORE)
 
+    def further(self, depth: int) -> tuple[Tensor, Tensor]:
+        """(the token `depth` positions after each input, the token after that one), (..., seq) int64 each.
+
+        The second one is a label where it is one in `labels`, and no row or document ends before it; IGNORE elsewhere.
+        """
+        inputs, labels = (tokens.roll(-depth, dims=-1) for tokens in (self.inputs(), self.labels()))
+        outside = torch.arange(inputs.shape[-1], device=inputs.device) >= inputs.shape[-1] - depth
+        if self.documents is not None:
+            outside = outside | (self.documents.roll(-depth, dims=-1) != self.documents)
+        return inputs, labels.masked_fill(outside, IGNORE)
+
     def microbatches(self) -> list["Batch"]:
         """The parts along the leading dimension."""
         return [self._each(itemgetter(number)) for number in range(len(self.tokens))]

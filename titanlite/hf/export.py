@@ -3,6 +3,7 @@ joins."""
 
 import itertools
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.tensors import model_tensors
+from titanlite.checkpoint.tensors import WEIGHTS, is_further, model_tensors
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import stored_config
 from titanlite.data.sources import open_tokenizer
@@ -28,6 +29,8 @@ from titanlite.registry.description import Description, read_description
 from titanlite.registry.family import Family, described, family_of, trusted
 from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.lora import merged
+
+log = logging.getLogger(__name__)
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # The files of a tokenizer, and the defaults of generation.
@@ -112,7 +115,9 @@ class Exported:
         self.model = self.family.on_meta()
         self._buffers = dict(self.model.named_buffers())
         self.shapes = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
-        weights = [name for name in stored.entries if name.startswith("model.")]
+        weights = [name for name in stored.entries if name.startswith(WEIGHTS) and not is_further(name)]
+        if any(map(is_further, stored.entries)) and rank_and_world()[0] == 0:
+            log.warning("%s: the modules of training.predict_further are not exported", stored.source)
         weights, self._read = merged(weights, stored.read, stored.manifest.numbers["config"].get("lora", {}))
         there = {name.removeprefix("model."): tuple(stored.entries[name].size) for name in weights}
         if wrong := [name for name in sorted(there.keys() | self.shapes) if there.get(name) != self.shapes.get(name)]:

@@ -174,12 +174,12 @@ def _listed(folder: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
-def faults(config: Config, family: Family, model: nn.Module) -> Iterator[str]:
-    """What prevents a run from reading its weights from Hugging Face's format, or from writing them; `model` is on meta."""
-    cfg, source = config.checkpoint, Path(config.checkpoint.initial_load_path)
+def faults(config: Config, family: Family) -> Iterator[str]:
+    """What prevents a run from reading its weights from Hugging Face's format, or from writing them."""
+    cfg, source, model = config.checkpoint, Path(config.checkpoint.initial_load_path), family.on_meta()
     try:
         if cfg.enable and cfg.last_save_in_hf:
-            their_names(family, [n.removeprefix("model.") for n in model_tensors(model) if not is_adapter(n)])
+            their_names(family, [n.removeprefix("model.") for n in model_tensors(model)])
     except UserError as error:
         yield f"checkpoint.last_save_in_hf = true: {error}"
     started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then it is not read any more

@@ -57,6 +57,7 @@ class StepRecord(NamedTuple):
     first_sample: int  # of its global batch, counted over the whole run
     loss: float | None  # None: no token was a label
     norm: float  # of the gradient, before clipping
+    further: float | None = None  # the mean loss of further depths; None: there are none
 
 
 class Steps:
@@ -64,12 +65,11 @@ class Steps:
 
     def __init__(self, mesh: DeviceMesh):
         self.copies = mesh.size() // loss_degree(mesh)  # ranks that hold the same share of the loss
-        self.waiting: list[tuple[int, int, Tensor, Tensor, Tensor]] = []
+        self.waiting: list[tuple[int, int, StepLoss, Tensor]] = []
 
     def add(self, number: int, first_sample: int, loss: StepLoss, norm: Tensor) -> None:
         """norm: of the gradient, () float32. No host sync."""
-        labels = torch.ones_like(loss.share) if loss.labels is None else loss.labels
-        self.waiting.append((number, first_sample, loss.share, labels, norm))
+        self.waiting.append((number, first_sample, loss, norm))
 
     def read(self) -> list[StepRecord]:
         """All steps since the last reading, in order: one all-reduce and one transfer. Every rank gets the same numbers.
@@ -79,15 +79,20 @@ class Steps:
         """
         if not self.waiting:
             return []
-        numbers, samples, shares, labels, norms = zip(*self.waiting, strict=True)
+        numbers, samples, found, norms = zip(*self.waiting, strict=True)
         self.waiting = []
+        shares = [each.share for each in found] + [each.further for each in found if each.further is not None]
         losses = torch.stack(shares).double()
         dist.all_reduce(losses)
-        losses = (losses / self.copies).float()
+        losses, further = (losses / self.copies).float().tensor_split([len(found)])
+        labels = [torch.ones_like(each.share) if each.labels is None else each.labels for each in found]
         # cpu_offload has the norms on the CPU
-        values = torch.stack([losses, torch.stack(labels), torch.stack(norms).to(losses.device)])
-        rows = zip(numbers, samples, *values.tolist(), strict=True)
-        return [StepRecord(number, sample, loss if labels else None, norm) for number, sample, loss, labels, norm in rows]
+        values = [losses, torch.stack(labels), torch.stack(norms).to(losses.device), *([further] if len(further) else [])]
+        rows = zip(numbers, samples, *torch.stack(values).tolist(), strict=True)
+        return [
+            StepRecord(number, sample, loss if known else None, norm, *(rest if known else ()))
+            for number, sample, loss, known, norm, *rest in rows
+        ]
 
 
 # ------------------------------------------------------------------------------------------------------- nonfinite steps

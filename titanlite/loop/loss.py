@@ -1,7 +1,8 @@
 """From a batch to the loss: one function for every pass over data.
 
 A step's loss is the sum of the cross entropies of all its labels, over all ranks and microbatches, divided by their number, so
-that neither the mesh nor accumulation changes it.
+that neither the mesh nor accumulation changes it. With training.predict_further, the mean loss of each further depth over its
+own labels comes on top, times predict_further_weight / predict_further.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.attention import SeqInfo
 from models.blocks import positions_in_documents
 from models.decoder import Decoder
+from models.further import further_of, run_with_arguments
 from models.head import IGNORE, Head, token_loss_fault
 from models.rope import DynamicScaling
 from models.split import split_sequence
+from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
@@ -34,6 +37,7 @@ class StepLoss(NamedTuple):
 
     share: Tensor  # () float32; the shares of all data-parallel ranks sum to the loss
     labels: Tensor | None  # () float32, the labels of the global batch; None: every token is one
+    further: Tensor | None = None  # () float32; the shares of all data-parallel ranks sum to the mean loss of further depths
 
 
 def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
@@ -42,6 +46,12 @@ def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
     Stays on the device, without a host sync.
     """
     return sum_over(DATA_DIMENSIONS, (batch.labels() != IGNORE).sum(), mesh).float()
+
+
+def count_further(batch: Batch, mesh: DeviceMesh, depths: int) -> Tensor:
+    """The same for each of so many further depths, (depths,) float32."""
+    counts = [(batch.further(depth)[1] != IGNORE).sum() for depth in range(1, depths + 1)]
+    return sum_over(DATA_DIMENSIONS, torch.stack(counts), mesh).float()
 
 
 def summed_loss(model: Decoder, batch: Batch) -> Tensor:
@@ -54,6 +64,26 @@ def summed_loss(model: Decoder, batch: Batch) -> Tensor:
     hidden = model(inputs, seq)
     with model.teacher.outputs(known) as outputs:
         return model.head(hidden, labels, outputs)
+
+
+def summed_loss_with_further(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`summed_loss` of one microbatch, and the same of each further depth for its own labels, (depths,) float32."""
+    assert model.head is not None
+    depths = further_of(model)
+    inputs, labels, seq = arranged(model, batch)
+    hidden, args, kwargs = run_with_arguments(model, inputs, seq)
+    # shifted before the sequence is split, whose neighbors other ranks have
+    parts = [
+        [whole if seq.split is None else whole[:, seq.split.positions] for whole in batch.further(depth)]
+        for depth in range(1, len(depths) + 1)
+    ]
+    # Embedding before head: where they are tied, FSDP2 frees their parameters once both have run.
+    embedded, states = [model.embed(tokens) for tokens, _ in parts], [hidden]
+    for each, following in zip(depths.values(), embedded, strict=True):
+        states.append(each(states[-1], following, *args, **kwargs))
+    every = [labels, *(of_depth for _, of_depth in parts)]
+    own, *further = [model.head(state, of_depth) for state, of_depth in zip(states, every, strict=True)]
+    return own, torch.stack(further)
 
 
 def summed_losses(model: Decoder, batches: Sequence[Batch]) -> Tensor:
@@ -83,8 +113,30 @@ def sequence_of(inputs: Tensor, documents: Tensor | None) -> SeqInfo:
     return SeqInfo(positions, documents)
 
 
+_FURTHER = "training.predict_further > 0"
+_CONFLICTS: tuple[Conflict, ...] = (
+    (_FURTHER, "parallelism.pipeline_parallel_degree > 1", "no stage has the embedding and the head; set one of them back"),
+    (_FURTHER, "lora.enable = true", "further depths begin random, and LoRA trains adapters alone; set one of them back"),
+    (_FURTHER, "distillation.teacher is set", "a teacher says nothing of later tokens; set one of them back"),
+)
+
+
+def _further_faults(config: Config, model: Decoder) -> Iterator[str]:
+    """What further depths exclude, and models whose last block cannot be repeated."""
+    yield from conflicts(config, _CONFLICTS)
+    cfg = config.training
+    key = f"training.predict_further = {cfg.predict_further}"
+    if cfg.predict_further >= cfg.seq_len:
+        yield f"{key}: must be less than training.seq_len = {cfg.seq_len}; no row has such a token"
+    if cfg.predict_further and not (model.limits.stages and model.limits.causal):
+        yield f"{key}: LIMITS of {config.model.name} say that its blocks need more than earlier hidden states; set it to 0"
+    if cfg.predict_further and getattr(model.config, "mup_base_dim", None) is not None:
+        yield f"{key}: model.overrides.mup_base_dim has no rate for what it adds; set one of them back"
+
+
 def faults(config: Config, model: Decoder) -> Iterator[str]:
-    """A z-loss that the model's head does not compute; a RoPE scaling by the length of the text."""
+    """What excludes further depths; a z-loss that the head does not compute; a RoPE scaling by the length of the text."""
+    yield from _further_faults(config, model)
     if config.training.z_loss and not isinstance(model.head, Head):
         yield (
             f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
+from models.further import further_of
 from models.head import Head
 from models.moe import routers_of
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import at, phase
 from titanlite.loop.distillation import load_teacher
-from titanlite.loop.loss import StepLoss, arranged, count_labels, summed_loss
+from titanlite.loop.loss import StepLoss, arranged, count_further, count_labels, summed_loss, summed_loss_with_further
 from titanlite.optim import balance, ema
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
@@ -65,9 +66,11 @@ def forward_backward(
     """
     counted = count_labels(batch, mesh)
     labels, known = counted.clamp(min=1), None if batch.counted is None else counted
+    depths = [*further_of(model).values()]
+    of_depths = count_further(batch, mesh, len(depths)).clamp(min=1) if depths else None  # their labels
     if loss_scale is not None:
         loss_scale.divisor = loss_scale.scale * labels
-    share = torch.zeros((), device=batch.tokens.device)
+    share, further = (torch.zeros((), device=batch.tokens.device) for _ in range(2))
     microbatches = batch.microbatches()
     balance.begin_step(model)
     if model.pipeline is not None:  # which begins a microbatch before others have had their backward pass
@@ -76,12 +79,18 @@ def forward_backward(
         return StepLoss(losses.sum() / labels, known)
     for number, microbatch in enumerate(microbatches, 1):
         choose_reductions(model, deferred, last=number == len(microbatches))
-        summed = summed_loss(model, microbatch)
+        if of_depths is None:
+            summed = summed_loss(model, microbatch)
+        else:
+            summed, sums = summed_loss_with_further(model, microbatch)
+            mean = (sums / of_depths).mean()
+            further += mean.detach()
+            summed = summed + depths[0].weight * labels * mean
         loss = summed / labels
         (loss if loss_scale is None else summed * loss_scale.scale).backward()
         share += loss.detach()
         balance.add_microbatch(model)
-    return StepLoss(share, known)
+    return StepLoss(share, known, further if depths else None)
 
 
 def update(

@@ -20,7 +20,7 @@ from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import Compiler, compile_kernel
 from titanlite.transforms.compile import compiler_faults
 from titanlite.transforms.groups import group_of
-from titanlite.transforms.parameters import match_scale
+from titanlite.transforms.parameters import in_blocks, match_scale
 from titanlite.transforms.shards import local_part
 
 
@@ -88,7 +88,7 @@ def is_orthogonalized(name: str, parameter: Tensor, cfg: Optimizer) -> bool:
     """Whether Muon updates a parameter: a matrix of a block, or a stack of experts, (experts, rows, columns). AdamW updates
     embedding, head, norms, biases, and other tensors of three dimensions, such as a convolution's."""
     matrices = parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name)
-    return cfg.name == "Muon" and matrices and name.startswith("layers.") and not _is_bias(name)
+    return cfg.name == "Muon" and matrices and in_blocks(name) and not _is_bias(name)
 
 
 def is_decayed(name: str, parameter: Tensor, cfg: Optimizer) -> bool:

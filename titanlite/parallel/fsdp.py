@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from models.decoder import Decoder
+from models.further import blocks_of, further_of
 from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -41,7 +42,7 @@ MESH_PER_PARAMETER = mesh_per_parameter()
 def apply_fsdp(
     model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None = None, root: nn.Module | None = None
 ) -> None:
-    """Applies FSDP2 to embedding, each block and head. Gradients are summed, not averaged: the loss is divided already.
+    """Applies FSDP2 to embedding, blocks, further depths and head. Gradients are summed: the loss is divided already.
 
     of_experts: the mesh that shards experts, where that is not the one of all other parameters. root: what is called instead of
     the model.
@@ -73,13 +74,13 @@ def apply_fsdp(
         for experts in experts_of(model):
             fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
     options_of_blocks = options | {"shard_placement_fn": placement_fn}
-    for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=of_block, **options_of_blocks)
+    for unit in [*blocks_of(model), *further_of(model).values()]:  # of a further depth what is around its block, too
+        fully_shard(unit, reshard_after_forward=of_block, **options_of_blocks)
     embed, head = model.embed, model.head
     if embed is not None and head is not None and _tied(model):
         # one parameter belongs to one unit, gathered before the first layer and freed after the loss
         _, sharded_head = fully_shard([embed, head], reshard_after_forward=of_head, **options)
-        if of_head is False:  # it stays gathered through the head's backward pass, and nothing later reads it
+        if of_head is False and not further_of(model):  # it stays gathered through the head's only backward pass
             sharded_head.set_unshard_in_backward(False)
     else:
         if embed is not None:
@@ -179,7 +180,7 @@ def waiting_units(model: Decoder) -> list[Any]:
     The unit of a tied embedding and head does not, since the two run at different times.
     """
     ends = () if _tied(model) else (model.embed, model.head)
-    return [*model.layers.values(), *(unit for unit in ends if unit is not None)]
+    return [*blocks_of(model), *further_of(model).values(), *(unit for unit in ends if unit is not None)]
 
 
 class _WholeReduceScatter(DefaultReduceScatter):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.fx import Graph
 
 from models.decoder import Decoder
+from models.further import further_of
 from models.moe import Experts
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -130,7 +131,8 @@ def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[st
     An nn.Identity marks a point in the data flow, for which the table gives a style.
     """
     holders = [name for name, module in model.named_modules() if has_parameters(module) or isinstance(module, nn.Identity)]
-    return match_table(family.module.sharding(family.config), holders, "sharding")
+    own = {"further.*": "replicate"} if further_of(model) else {}  # norms and projection work on this rank's tokens
+    return match_table(family.module.sharding(family.config) | own, holders, "sharding")
 
 
 def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> None:

@@ -292,13 +292,14 @@ def whole_memory(layers: Layers, held: MicrobatchMemory, with_head: bool = True)
         _sums(held.kept[name] for name in layers.few),
         _sums(held.kept[layers.stands_for[name]] for name in layers.whole),
     )
+    others = held.kept.keys() - {*layers.few}  # of further depths, which run after all layers
+    further = sum(held.kept[name] for name in others)
     last = {equal: scope for scope, equal in enumerate(layers.stands_for[name] for name in layers.whole)}
-    more = {name: whole[last[name]] - few[scope] for scope, name in enumerate(layers.few) if name in last} | {
-        "head": whole[-1] - few[-1]
-    }
+    more = {name: whole[last[name]] - few[scope] for scope, name in enumerate(layers.few) if name in last}
+    more |= dict.fromkeys(["head", *others], whole[-1] - few[-1])
     absent = {*layers.few} - last.keys() | (set() if with_head else {"head"})
     peak = max(peak + more.get(scope, 0) for scope, peak in held.peaks.items() if scope not in absent)
-    return whole[-1], peak - whole[-1]
+    return whole[-1] + further, peak - whole[-1] - further
 
 
 def whole_update(layers: Layers, setup: Setup) -> Update:

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from models import attention
 from models.decoder import Decoder
+from models.further import further_of
 from models.head import SIZES, Head, Kernels
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
@@ -38,6 +39,8 @@ from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.parameters import tie
 from titanlite.transforms.shards import local_part
+
+FURTHER = "further"  # the scope of what further depths embed
 
 
 @contextmanager
@@ -64,18 +67,23 @@ class Setup(NamedTuple):
 class MicrobatchMemory(NamedTuple):
     """Bytes of one microbatch, on top of masters and gradients."""
 
-    kept: dict[str, int]  # what each layer keeps from its forward pass for its backward pass
+    kept: dict[str, int]  # what each layer and further depth keeps from its forward pass for its backward pass
     peaks: dict[str, int]  # the most bytes while a layer or the head runs, forward or backward
 
 
 def measure_memory(setup: Setup, layers: Sequence[str]) -> MicrobatchMemory:
     """What a model of these layers holds. The second of two steps is measured: gradients are there already."""
     model, allocations = _with_teacher(setup, layers), Allocations()
-    held: Counter[str] = Counter()  # when the head begins
+    held: Counter[str] = Counter()  # when the head begins, the last time
     _announce(model, allocations.enter)
     assert model.head is not None
+
+    def hold(*_: Any) -> None:
+        held.clear()
+        held.update(allocations.live_by_scope())
+
     # not before its parameters are gathered, which frees the last layer's
-    model.head.register_forward_pre_hook(lambda *_: held.update(allocations.live_by_scope()))
+    model.head.register_forward_pre_hook(hold)
     with FakeTensorMode(allow_non_fake_inputs=True), allocations:
         _materialize(model)
         _forward_backward(model, setup, 1)
@@ -83,13 +91,13 @@ def measure_memory(setup: Setup, layers: Sequence[str]) -> MicrobatchMemory:
         allocations.begin()
         allocations.enter("between steps")
         _forward_backward(model, setup, 1)
-    return MicrobatchMemory({name: held[name] for name in layers}, allocations.peaks)
+    return MicrobatchMemory({name: held[name] for name in [*layers, *_further_scopes(model)]}, allocations.peaks)
 
 
 class ScopeWork(NamedTuple):
     """What happens in one scope of the program in a step."""
 
-    scope: str  # one of the few layers, "embed", "head", or "" before the first microbatch
+    scope: str  # one of the few layers or a further depth, "embed", FURTHER, "head", or "" before the first microbatch
     work: Work
 
 
@@ -139,11 +147,17 @@ def _announce(model: Decoder, enter: Callable[[str], None]) -> None:
                 tensor.register_hook(lambda _: enter(name))
 
     assert model.head is not None
-    for name, layer in model.layers.items():
+    for name, layer in [*model.layers.items(), *_further_scopes(model).items()]:
         # before the hooks of FSDP2, whose gathers then count as the layer's
         layer.register_forward_pre_hook(lambda *_, name=name: enter(name), prepend=True)
         layer.register_forward_hook(partial(before_backward, name=name), prepend=True)
     model.head.register_forward_pre_hook(lambda *_: enter("head"), prepend=True)
+
+
+def _further_scopes(model: Decoder) -> dict[str, nn.Module]:
+    """The modules of further depths, and the embedding, which they call again."""
+    depths = further_of(model)
+    return {FURTHER: model.embed, **depths} if depths else {}
 
 
 class Update(NamedTuple):

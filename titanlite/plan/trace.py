@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import nn
 
 from models.decoder import Decoder
+from models.further import further_of
 from models.moe import Router, routers_of
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import ROUTING
@@ -58,7 +59,7 @@ def _shape(router: Router) -> tuple[int, int]:
 
 def routings(model: Decoder, routing: Literal["balanced", "worst"] | Trace) -> dict[str, Any]:
     """The routing of each MoE layer: one for all, or the recorded rows of its experts."""
-    named = [name for name, layer in model.layers.items() if routers_of(layer)]
+    named = [name for name, layer in [*model.layers.items(), *further_of(model).items()] if routers_of(layer)]
     if isinstance(routing, Trace):
         return {name: layer.counts for name, layer in zip(named, routing.mixtures, strict=True)}
     return dict.fromkeys(named, routing)

@@ -32,6 +32,7 @@ _SHARED = (
     "blocks",
     "decoder",
     "exchange",
+    "further",
     "grouped",
     "head",
     "moe",

@@ -106,6 +106,9 @@ def _open_checkpoint(
     config = _trusted_config(found, source, name)
     if average and not config.optimizer.ema_decay:
         raise no_average(source)
+    # only training has further depths
+    left_out = [f"{prefix}further.*" for prefix in (WEIGHTS, AVERAGES)] if config.training.predict_further else []
+    config = config.model_copy(update={"training": config.training.model_copy(update={"predict_further": 0})})
     cfg = config.model
     family = family_of(cfg)
     if changed := family.changes_since(found.numbers["architecture"]):
@@ -116,10 +119,10 @@ def _open_checkpoint(
     tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
     precision = DTYPES[dtype or config.training.mixed_precision_param]
     model = build(family, config, device, precision, dist.get_world_size())
-    load.load_tensors(source, found, model_tensors(model), prefix=WEIGHTS)
+    load.load_tensors(source, found, model_tensors(model), left_out[:1], WEIGHTS)
     if average:
         averages = {f"{AVERAGES}{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        load.load_tensors(source, found, averages, [AVERAGE_UPDATES], AVERAGES)
+        load.load_tensors(source, found, averages, [AVERAGE_UPDATES, *left_out[1:]], AVERAGES)
     return LoadedModel(model.eval(), config.training.seq_len, tokenizer, dist.get_world_size())
 
 

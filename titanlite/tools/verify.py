@@ -180,7 +180,7 @@ def _default_meshes(config: Config) -> list[dict[str, int]]:
         refused.add("ep")
     if config.activation_checkpoint.sequence_chunks > 1:
         refused.add("tp")
-    if pipeline.unsplittable(family, 2) or config.distillation.teacher:
+    if pipeline.unsplittable(family, 2) or config.distillation.teacher or config.training.predict_further:
         refused.add("pp")
     return [{}, *(degrees for degrees in meshes_of(model).values() if refused.isdisjoint(degrees))]
 

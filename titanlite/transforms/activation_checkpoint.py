@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models.blocks import SwiGLU
 from models.decoder import Decoder
+from models.further import blocks_of
 from models.moe import CHOICES
 from models.once import passes
 from titanlite.config.conflicts import Conflict, conflicts
@@ -57,7 +58,7 @@ def checkpoint_operations(model: Decoder, kept: tuple[Any, ...], rank: int | Non
 
     rank: of adapters; their matmuls are cheap and recomputed.
     """
-    for block in model.layers.values():
+    for block in blocks_of(model):
         kind: Any = type(block)
         block.__class__ = _checkpointed_class(kind, (*KEPT_OPERATIONS, *kept), rank)
 
@@ -67,7 +68,7 @@ def checkpoint_blocks(model: Decoder, every: int, offload: Offload | None = None
 
     offload: of these inputs.
     """
-    for number, block in enumerate(model.layers.values(), 1):
+    for number, block in enumerate(blocks_of(model), 1):
         if number % every == 0:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=passes)
             if offload is not None:
@@ -76,7 +77,7 @@ def checkpoint_blocks(model: Decoder, every: int, offload: Offload | None = None
 
 def feed_forward(model: Decoder) -> list[nn.Module]:
     """The layers that `chunk_feed_forward` changes."""
-    return [module for module in model.layers.modules() if isinstance(module, SwiGLU)]
+    return [module for block in blocks_of(model) for module in block.modules() if isinstance(module, SwiGLU)]
 
 
 def unchunkable(model: Decoder) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from models.decoder import Decoder
+from models.further import further_of
 from models.head import Head
 from titanlite.ground.torch_private import reparametrize_module, storage_of
 
@@ -35,6 +36,8 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iter
     left = {name for name, p in named.items() if p.dtype != dtype} - uncast
     units = {f"{name}.": module for name, module in model.named_modules() if module in set(apart)}
     units |= {f"layers.{index}.": layer for index, layer in model.layers.items()}
+    for index, each in further_of(model).items():
+        units |= {f"further.{index}.block.": each.block, f"further.{index}.": each}
     if model.head is not None:
         units["head."] = model.head
     for prefix, unit in [*units.items(), ("", model)]:  # last the parameters outside of units, such as a table of positions

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from models.decoder import Decoder
+from models.further import blocks_of
 from models.head import Head, Kernels
 from titanlite.config.schema import Compile, Config
 from titanlite.ground import torch_private
@@ -36,7 +37,7 @@ def compile_model(model: Decoder, cfg: Compile) -> None:
         return torch.compile(function, backend=cfg.backend, fullgraph=True)
 
     if "model" in cfg.components:
-        for block in model.layers.values():
+        for block in blocks_of(model):
             block.forward = compiled(block.forward)
     if "loss" not in cfg.components or model.head is None:
         return

@@ -1,5 +1,6 @@
 """A run's model without memory, a forward pass of it, and the FLOPs of training it."""
 
+import copy
 import logging
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from models.attention import SeqInfo
 from models.blocks import Flops
 from models.decoder import Decoder
+from models.further import Further, further_of
 from models.moe import MoE
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import FakeTensorMode
@@ -20,17 +22,34 @@ from titanlite.transforms.parameters import is_adapter, tie
 
 
 def on_meta(family: Family, config: Config) -> Decoder:
-    """A run's model on the meta device, in training.dtype, with the adapters of [lora], frozen as [[optimizer.groups]] says.
+    """A run's model on the meta device, in training.dtype, with the modules of training.predict_further and the adapters of
+    [lora], frozen as [[optimizer.groups]] says.
 
     Raises UserError as `adapt` and `apply_groups` do.
     """
     model = family.on_meta()
+    _add_further(model, config)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[config.training.dtype])
     if config.lora.enable:
         lora.adapt(model, config.lora, DTYPES[config.training.mixed_precision_param])
     apply_groups(model, config.optimizer.groups)
     return model
+
+
+def _add_further(model: Decoder, config: Config) -> None:
+    """Each depth has a block like the last one of the model, whatever the family makes it from."""
+    cfg, depths = config.training, len(model.layers)
+    if not cfg.predict_further or model.head is None:
+        return
+    last, dim = [*model.layers.values()][-1], model.head.output.in_features
+    with torch.device("meta"):
+        model.further = nn.ModuleDict(
+            {
+                str(depths + number): Further(copy.deepcopy(last), dim, cfg.predict_further_weight)
+                for number in range(cfg.predict_further)
+            }
+        )
 
 
 def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
@@ -56,6 +75,8 @@ def training_flops(family: Family, config: Config) -> Flops:
     trained; so does the forward pass of a teacher, a third of its training.
     """
     flops = family.module.flops(family.config, config.training.seq_len)
+    if config.training.predict_further:
+        flops = _with_further(flops, family, config)
     if (of_teacher := config_of_teacher(config)) is not None:
         teacher = family_of(of_teacher.model)
         forward = [value // 3 for value in teacher.module.flops(teacher.config, config.training.seq_len)]
@@ -66,6 +87,15 @@ def training_flops(family: Family, config: Config) -> Flops:
     frozen = numbers_of_a_token(model, frozen=True)
     adapters = sum(p.numel() * (6 if p.requires_grad else 4) for name, p in model.named_parameters() if is_adapter(name))
     return Flops(*(value - 2 * frozen + adapters for value in flops))
+
+
+def _with_further(flops: Flops, family: Family, config: Config) -> Flops:
+    """The same with further depths: their matrices, the head once more for each, and attention as in a mean block."""
+    model = on_meta(family, config)
+    depths, (one, two) = further_of(model), (family.module.flops(family.config, tokens).palm for tokens in (1, 2))
+    matmuls = sum(6 * (numbers_of_a_token(each) + numbers_of_a_token(model.head)) for each in depths.values())
+    share, without_attention = len(depths) / len(model.layers), 2 * one - two  # it is linear in the length
+    return Flops(*(value + matmuls + share * (value - without_attention) for value in flops))
 
 
 def numbers_of_a_token(module: nn.Module | None, frozen: bool = False) -> int:

@@ -8,18 +8,20 @@ from typing import Any
 
 from torch import nn
 
+_FURTHER = re.compile(r"^further\.(\d+)\.block\.")  # models/further.py
 A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
 
 
 def match_table(table: dict[str, Any], names: list[str], what: str, whole: bool = True) -> tuple[dict[str, Any], list[str]]:
     """The value of the first matching pattern for each name, and a list of faults.
 
-    A name that no pattern matches is a fault. So is a pattern that matches no name, if they are all of a model: it is misspelt.
+    The block of a further depth, further.L.block, is matched as layers.L. A name that no pattern matches is a fault. So is a
+    pattern that matches no name, if they are all of a model: it is misspelt.
     """
     values: dict[str, Any] = {}
     used = set()
     for name in names:
-        matches = [pattern for pattern in table if fnmatchcase(name, pattern)]
+        matches = [pattern for pattern in table if fnmatchcase(_FURTHER.sub(r"layers.\1.", name), pattern)]
         used.update(matches)
         if matches:
             values[name] = table[matches[0]]
@@ -42,8 +44,13 @@ def match_scale(
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks, by name. Only nn.Linear itself: a subclass may compute anything."""
-    return {name: each for name, each in model.named_modules() if type(each) is nn.Linear and name.startswith("layers.")}
+    """The linear layers of the blocks, and of further depths, by name. Only nn.Linear: a subclass may compute anything."""
+    return {name: each for name, each in model.named_modules() if type(each) is nn.Linear and in_blocks(name)}
+
+
+def in_blocks(name: str) -> bool:
+    """Whether a module or parameter is part of a block or of a further depth, and not of embedding or head."""
+    return name.startswith(("layers.", "further."))
 
 
 def tie(module: nn.Module) -> None:
