@@ -8,6 +8,8 @@ experts.py  the same of the two operations that dispatch and combine tokens
 report.py   the prediction as text, and what it leaves out
 shape.py    a model as the matrices that the model of time knows
 time.py     the seconds of a step in closed form, on the GPUs of devices.toml
+calibrate.py  the same entry for the machine at hand, measured
+timeline.py  a predicted step as events for Perfetto
 search.py   the meshes of so many ranks, the best first
 memory.py   what a start checks by arithmetic: room for parameters, gradients and optimizer state
 """
