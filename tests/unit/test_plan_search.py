@@ -1,5 +1,7 @@
 """The search ranks planted bad meshes below good ones, and the error that `plan` prints is that of the published runs."""
 
+import itertools
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
 from titanlite.plan.report import RESERVE
 from titanlite.plan.search import candidates, choices, keys_of
 from titanlite.plan.time import Choice, Job, device_named, memory, ring, step
+from titanlite.plan.timeline import events
 from titanlite.tools import plan as tool
 from titanlite.tools.plan import read_job, write
 
@@ -133,12 +136,38 @@ def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, ca
         "--output",
         str(file),
     ]
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", [*words, "--trace", str(tmp_path / "step.json")])
     tool.main()
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     out = capsys.readouterr().out
     assert "  2. " in out and "about" in out and "error: 17% on average" in out
     printed = re.search(r"--training.local_batch_size (\d+)", out)
     assert printed and read_config(file, []).training.local_batch_size == int(printed[1])
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        GOOD,
+        pytest.param(Choice(dp_shard=256, recompute="selective"), id="FSDP alone"),
+        pytest.param(Choice(pp=4, dp_shard=8, tp=8, microbatch=4, recompute="full"), id="1F1B"),
+        pytest.param(Choice(pp=4, dp_shard=8, tp=8, stages=2, microbatch=4, recompute="none"), id="Interleaved1F1B"),
+    ],
+)
+def test_a_trace_ends_with_the_predicted_step_and_its_rows_do_not_overlap(choice):
+    drawn, seconds = events(JOB, choice), step(JOB, choice)
+    passes = [each for each in drawn if each["ph"] == "X"]
+    assert max(each["ts"] + each["dur"] for each in passes) == pytest.approx(1e6 * seconds.total)
+    assert {each["pid"] for each in passes} == set(range(choice.pp))
+    for rank in range(choice.pp):
+        compute, communication = ([e for e in passes if (e["pid"], e["tid"]) == (rank, row)] for row in (1, 2))
+        for row in (compute, communication):
+            row.sort(key=lambda each: each["ts"])
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in itertools.pairwise(row))
+        computed = seconds.matmuls + seconds.attention + seconds.elementwise + seconds.optimizer
+        waited = seconds.fsdp + seconds.tp + seconds.cp + seconds.ep + seconds.sends
+        assert sum(each["dur"] for each in compute) == pytest.approx(1e6 * computed)
+        assert sum(each["dur"] for each in communication) == pytest.approx(1e6 * waited)
 
 
 def test_where_no_mesh_fits_the_command_ends_with_1(capsys, monkeypatch):

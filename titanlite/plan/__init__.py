@@ -10,6 +10,8 @@ shape.py    a model as the matrices that the model of time knows
 time.py     the seconds of a step in closed form, on the GPUs of devices.toml
 job.py      a configuration as the model of time takes it, and how far the model errs
 outlook.py  a run's step time and memory, compared with the prediction after step 20
+calibrate.py  the same entry for the machine at hand, measured
+timeline.py  a predicted step as events for Perfetto
 search.py   the meshes of so many ranks, the best first
 memory.py   what a start checks by arithmetic: room for parameters, gradients and optimizer state
 """

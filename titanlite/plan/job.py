@@ -37,8 +37,10 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         raise UserError("parallelism.cpu_offload = true: plan does not know copies to the host; set it to false")
     if config.float8.enable and not device_named(device).fp8_tflops:
         raise UserError(f"float8.enable = true: --device {device} has no float8 matmuls")
-    if training.mixed_precision_param == "float32":
-        raise UserError('training.mixed_precision_param = "float32": plan knows bfloat16; set it to "bfloat16"')
+    item = DTYPES[training.mixed_precision_param].itemsize
+    if item == 4 and not device_named(device).float32_tflops:
+        known = f'--device {device} knows no rate of float32; set it to "bfloat16", or use a file of --calibrate'
+        raise UserError(f'training.mixed_precision_param = "float32": {known}')
     return Job(
         Shape.of(family_of(config.model), on_meta(family_of(config.model), config), training.seq_len),
         device_named(device),
@@ -51,6 +53,7 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         reshard=config.parallelism.fsdp_reshard_after_forward != "never",
         weight_bytes=DTYPES[training.dtype].itemsize,
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
+        item=item,
     )
 
 

@@ -21,6 +21,7 @@ class Rehearsal(NamedTuple):
 
     idle: float  # the share of the step in which a rank waits, of all ranks together
     kept: list[int]  # bytes that each rank keeps for backward passes when it keeps the most
+    ends: dict[tuple[str, int, int], float]  # when (F or B, stage, microbatch) ends
 
 
 class Action(NamedTuple):
@@ -70,7 +71,7 @@ def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequ
 
     Raises UserError if no rank can go on.
     """
-    done: dict[tuple[str, int, int], float] = {}  # when (F or B, stage, microbatch) ends
+    done: dict[tuple[str, int, int], float] = {}
     busy = 0.0
     clocks, nexts, held, most = [0.0] * len(order), [0] * len(order), [0] * len(order), [0] * len(order)
     last, waiting = len(forward) - 1, set(range(len(order)))
@@ -92,7 +93,7 @@ def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequ
         if waiting and not moved:
             stuck = ", ".join(f"rank {rank} before {order[rank][nexts[rank]]}" for rank in sorted(waiting))
             raise UserError(f"the schedule stops, because ranks wait for each other: {stuck}")
-    return Rehearsal(1 - busy / (len(order) * max(clocks)), most)
+    return Rehearsal(1 - busy / (len(order) * max(clocks)), most, done)
 
 
 def needs_of(kind: str, stage: int, number: int, last: int) -> list[tuple[str, int, int]]:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from titanlite.plan.report import GIB, RESERVE
+from titanlite.plan.report import GIB
 from titanlite.plan.time import Choice, Job, Seconds, memory, step
 
 Objective = Literal["tokens_per_second", "memory"]
@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
 
 def candidates(job: Job, ranks: int, objective: Objective) -> list[Candidate]:
     """The best candidate of each mesh that divides the model and fits the memory, the best first."""
-    room, found = job.device.memory_gib * GIB - RESERVE, dict[tuple[int, ...], tuple[float, Candidate]]()
+    room, found = job.device.memory_gib * GIB - job.device.reserve, dict[tuple[int, ...], tuple[float, Candidate]]()
     for choice in choices(job, ranks):
         if (size := memory(job, choice)) > room:
             continue

@@ -13,16 +13,19 @@ from pydantic import Field
 from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Positive, read_toml, validated
+from titanlite.plan.report import GIB, RESERVE
 from titanlite.plan.shape import Layer, Shape
 
 Rate = Annotated[float, Field(gt=0, le=1e9)]
+RateOrNone = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(gt=0, le=1)]
 _FILE = Path(__file__).with_name("devices.toml")
-_LINK = 0.8  # of a link's bandwidth that NCCL's large collectives reach (nccl-tests on an HGX H100: 360 of 450 GB/s)
-_HOP, _NETWORK_HOP = 2e-6, 6e-6  # seconds of latency between neighbors of a ring
-_LAUNCH = 4e-6  # seconds of a matmul's launch that nothing hides
+LINK = 0.8  # of a link's bandwidth that NCCL's large collectives reach (nccl-tests on an HGX H100: 360 of 450 GB/s)
+_NETWORK_HOP = 6e-6  # seconds of latency between neighbors of a ring that are on two nodes
 _TILE = 128  # rows and columns of a matmul's result that one SM computes
 _CONTENTION = 0.18  # of a GPU that a collective takes from matmuls: NCCL's 24 channels occupy as many of an H100's 132 SMs
+_CPU_TILE = 16  # a vector of 16 float32; a CPU computes no waves
+_CALLS = 75  # operations of a block's forward pass, counted on llama3; a CPU begins one when the last one has ended
 _ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed
 _FLOAT8 = 0.75  # of the matmul rate in bfloat16 that float8 reaches, both relative to their peaks
 _STREAMS = 10  # hidden states that kernels other than matmuls read or write in a layer's forward pass
@@ -31,18 +34,37 @@ _LOGITS = 32  # bytes for each logit, fitted; titanlite reads and writes 2 and 4
 
 
 class Device(StrictModel):
-    """A GPU of devices.toml, in the units of its keys."""
+    """An entry of devices.toml, or of a file of `titanlite plan --calibrate`, in the units of its keys. 0: unknown, or none."""
 
     driver_name: str | None = None  # as torch.cuda.get_device_name() spells it
     bf16_tflops: Rate
-    fp8_tflops: Annotated[float, Field(ge=0, le=1e9)]  # 0: none
+    fp8_tflops: RateOrNone
     memory_gib: Rate
     memory_gb_per_second: Rate
-    nvlink_gb_per_second: Rate
-    network_gb_per_second: Rate
+    nvlink_gb_per_second: RateOrNone
+    network_gb_per_second: RateOrNone
     sms: Positive
     matmul: Share
     attention: Share
+    float32_tflops: RateOrNone = 0.0  # at the same shares
+    hop_microseconds: Rate = 2.0  # of latency between neighbors of a ring
+    launch_microseconds: Rate = 4.0  # of a matmul that nothing hides
+    cpu_ranks: Annotated[int, Field(ge=0, le=2**20)] = 0  # of a CPU: ranks that shared it when it was measured
+
+    @property
+    def reserve(self) -> int:
+        """Bytes of a rank that no tensor shows: on a CPU the program and its libraries."""
+        return GIB // 2 if self.cpu_ranks else RESERVE
+
+    def check(self, name: str, ranks: int, node: int) -> None:
+        """Raises UserError for ranks of which the entry does not know the links or, on a CPU, the share of each."""
+        if self.cpu_ranks not in (0, ranks):
+            shared = f"was measured with {self.cpu_ranks} ranks, which share the processors"
+            raise UserError(f"--device {name}: {shared}; measure again with titanlite plan --calibrate --ranks {ranks}")
+        key, known = ("nvlink", self.nvlink_gb_per_second) if ranks <= node else ("network", self.network_gb_per_second)
+        if ranks > 1 and not known:
+            remedy = f"set {key}_gb_per_second in it, the bandwidth of a GPU in one direction, or calibrate with --ranks"
+            raise UserError(f"--device {name}: the links between {ranks} GPUs, {node} on a node, are unknown; {remedy}")
 
 
 def devices() -> dict[str, Device]:
@@ -51,11 +73,16 @@ def devices() -> dict[str, Device]:
 
 
 def device_named(name: str) -> Device:
-    """Raises UserError for an unknown name."""
+    """A device of devices.toml, or that of a file. Raises UserError for neither."""
     known = devices()
-    if name not in known:
-        raise UserError(f"--device {name}: must be one of {', '.join(known)}")
-    return known[name]
+    if name in known:
+        return known[name]
+    if not name.endswith(".toml"):
+        raise UserError(f"--device {name}: must be one of {', '.join(known)}, or FILE.toml of titanlite plan --calibrate")
+    found: dict[str, Device] = validated(dict[str, Device], read_toml(name), name)
+    if len(found) != 1:
+        raise UserError(f"{name}: has {len(found)} tables; a file for --device has one")
+    return next(iter(found.values()))
 
 
 class Choice(NamedTuple):
@@ -95,6 +122,12 @@ class Job(NamedTuple):
     reshard: bool = True  # parameters are gathered for the backward pass again (ZeRO-3)
     weight_bytes: int = 4  # of a value of the parameters that the optimizer updates
     reduce_bytes: int = 4  # of a gradient while it is reduced
+    item: int = 2  # bytes of a value that is computed: bfloat16, or 4 of float32
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of matmuls that are not float8."""
+        return (self.device.bf16_tflops if self.item == 2 else self.device.float32_tflops) * 1e12
 
     def microbatches(self, choice: Choice) -> int:
         return self.global_batch // (choice.replicas * choice.microbatch)
@@ -125,9 +158,9 @@ def ring(job: Job, ranks: int, stride: int, size: float) -> float:
         return 0.0
     together = max(1, min(ranks, job.node // stride))  # in a node, where each has a network card
     inside, outside = job.device.nvlink_gb_per_second, together * job.device.network_gb_per_second
-    bandwidth = (inside if together == ranks else min(inside, outside)) * _LINK * 1e9
+    bandwidth = (inside if together == ranks else min(inside, outside)) * LINK * 1e9
     nodes = ranks // together
-    latency = _HOP * (together - 1) + _NETWORK_HOP * (nodes - 1)
+    latency = job.device.hop_microseconds * 1e-6 * (together - 1) + _NETWORK_HOP * (nodes - 1)
     return size * (ranks - 1) / ranks / bandwidth + latency
 
 
@@ -136,19 +169,21 @@ def all_to_all(job: Job, ranks: int, size: float) -> float:
     if ranks == 1:
         return 0.0
     together = min(ranks, job.node)
-    inside = size * (together - 1) / ranks / (job.device.nvlink_gb_per_second * _LINK * 1e9)
-    outside = size * (ranks - together) / ranks / (job.device.network_gb_per_second * _LINK * 1e9)
-    return max(inside, outside) + (_NETWORK_HOP if ranks > together else _HOP) * math.log2(ranks)
+    device, away = job.device, ranks - together
+    inside = size * (together - 1) / ranks / (device.nvlink_gb_per_second * LINK * 1e9)
+    outside = size * away / ranks / (device.network_gb_per_second * LINK * 1e9) if away else 0.0
+    return max(inside, outside) + (_NETWORK_HOP if away else device.hop_microseconds * 1e-6) * math.log2(ranks)
 
 
 def matmul(job: Job, tokens: float, rows: float, columns: float, batch: int = 1, float8: bool = False) -> float:
     """Seconds of `batch` matmuls (tokens, columns) x (columns, rows), in whole waves of tiles."""
-    tiles = math.ceil(tokens / _TILE) * math.ceil(rows / _TILE) * batch
+    side = _CPU_TILE if job.device.cpu_ranks else _TILE
+    tiles = math.ceil(tokens / side) * math.ceil(rows / side) * batch
     waves = math.ceil(tiles / job.device.sms) * job.device.sms
-    peak = job.device.fp8_tflops * _FLOAT8 if float8 else job.device.bf16_tflops
-    computed = 2 * waves * _TILE * _TILE * columns / (peak * job.device.matmul * 1e12)
-    moved = 2 * batch * (tokens * columns + rows * columns + tokens * rows) / (job.device.memory_gb_per_second * 1e9)
-    return max(computed, moved) + _LAUNCH
+    peak = job.device.fp8_tflops * 1e12 * _FLOAT8 if float8 else job.peak
+    computed = 2 * waves * side * side * columns / (peak * job.device.matmul)
+    moved = job.item * batch * (tokens * columns + rows * columns + tokens * rows) / (job.device.memory_gb_per_second * 1e9)
+    return max(computed, moved) + job.device.launch_microseconds * 1e-6
 
 
 class Pass(NamedTuple):
@@ -164,7 +199,7 @@ class Pass(NamedTuple):
 def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
     shape, tp = job.shape, choice.tp
     tokens = choice.microbatch * job.seq_len / choice.cp
-    own, hidden = tokens / tp, 2 * tokens * shape.dim  # between blocks the sequence is split; bytes of hidden states
+    own, hidden = tokens / tp, job.item * tokens * shape.dim  # between blocks the sequence is split; bytes of hidden states
     seconds, values = 0.0, _STREAMS * shape.dim * own
     for rows, columns, split in layer.matrices:
         # Without a style, each rank of tp multiplies its own tokens.
@@ -187,11 +222,14 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
         seconds += 3 * matmul(job, copies / local, experts.hidden, shape.dim, local)
         values += copies * (4 * shape.dim + 4 * experts.hidden)
         reached = min(experts.top_k, choice.ep)  # a token goes to each rank once
-        exchanged = 2 * all_to_all(job, choice.ep, 2 * own * reached * shape.dim)
-    elementwise = _MOVED * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else 2)
+        exchanged = 2 * all_to_all(job, choice.ep, job.item * own * reached * shape.dim)
+    moved = _MOVED * job.item / 2 * values
+    elementwise = moved / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else 2)
+    if job.device.cpu_ranks:
+        elementwise += _CALLS * job.device.launch_microseconds * 1e-6
     gathers = 2 * sum(each.split == "row" for each in layer.matrices)
     waits = gathers * ring(job, tp, 1, hidden) * (_ASYNC_TP if job.async_tp else 1)
-    keys = 2 * choice.microbatch * job.seq_len * layer.keys / tp
+    keys = job.item * choice.microbatch * job.seq_len * layer.keys / tp
     return Pass(seconds, elementwise, waits, ring(job, choice.cp, tp, keys), exchanged)
 
 
@@ -205,7 +243,7 @@ def sharded(job: Job, layer: Layer, choice: Choice) -> tuple[float, float]:
         apart = ring(job, of_experts, choice.ep, experts * itemsize) if experts else 0.0
         return ring(job, group, choice.tp, dense * itemsize) + apart
 
-    return both(2), both(job.reduce_bytes)
+    return both(job.item), both(job.reduce_bytes)
 
 
 def overlapped(collective: float, busy: float) -> float:
@@ -218,7 +256,7 @@ def step(job: Job, choice: Choice) -> Seconds:
     shape, device, microbatches = job.shape, job.device, job.microbatches(choice)
     tokens = choice.microbatch * job.seq_len / choice.cp
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[choice.recompute]
-    attention = shape.attention * tokens / choice.tp / (device.bf16_tflops * device.attention * 1e12) / shape.depth
+    attention = shape.attention * tokens / choice.tp / (job.peak * device.attention) / shape.depth
     attention *= 1 + (1 / 3 if choice.recompute == "full" else 0)
     parts, fsdp, gathers, reduces = [0.0] * 5, 0.0, 0.0, 0.0
     for layer, often in shape.layers:
@@ -231,8 +269,9 @@ def step(job: Job, choice: Choice) -> Seconds:
         gather, reduce = sharded(job, layer, choice)
         gathers, reduces = gathers + often * gather, reduces + often * reduce
         if choice.pp == 1:
-            busy = ahead.matmuls + ahead.elementwise + attention / 3
-            behind = busy * (2 + again) + ahead.tp
+            # gloo takes the processors that compute: nothing is hidden there
+            busy = 0.0 if device.cpu_ranks else ahead.matmuls + ahead.elementwise + attention / 3
+            behind = busy * (2 + again) + (0.0 if device.cpu_ranks else ahead.tp)
             fsdp += often * (overlapped(gather, busy) + overlapped((gather if job.reshard else 0.0) + reduce, behind))
     head = 3 * matmul(job, tokens, shape.vocab / choice.tp, shape.dim)
     logits = _LOGITS * tokens * shape.vocab / choice.tp / (device.memory_gb_per_second * 1e9)
@@ -247,13 +286,17 @@ def step(job: Job, choice: Choice) -> Seconds:
     else:
         fsdp *= microbatches
     edge = choice.dp_shard * choice.cp
-    of_embeddings = shape.embeddings / choice.tp * (2 + job.reduce_bytes) / choice.pp
+    of_embeddings = shape.embeddings / choice.tp * (job.item + job.reduce_bytes) / choice.pp
     fsdp += ring(job, edge, choice.tp, of_embeddings) * (1 if choice.pp > 1 else microbatches)
     values = parameters_of_rank(job, choice)
     replicas = 2 * ring(job, choice.dp_replicate, edge * choice.tp, job.reduce_bytes * values)
-    fsdp += overlapped(replicas, whole / microbatches / 2)  # the last microbatch's backward pass hides the rest
-    between = 2 * tokens * shape.dim / choice.tp / (device.network_gb_per_second * _LINK * 1e9) + _NETWORK_HOP
-    sends = 2 * microbatches * choice.stages * between if choice.pp > 1 else 0.0
+    hidden = 0.0 if device.cpu_ranks else whole / microbatches / 2
+    fsdp += overlapped(replicas, hidden)  # the last microbatch's backward pass hides the rest
+    sends = 0.0
+    if choice.pp > 1:
+        link = (device.network_gb_per_second or device.nvlink_gb_per_second) * LINK * 1e9
+        between = job.item * tokens * shape.dim / choice.tp / link + _NETWORK_HOP
+        sends = 2 * microbatches * choice.stages * between
     # parameters, gradients and two moments are read, all but gradients written
     update = 7 * job.weight_bytes * values / (device.memory_gb_per_second * 1e9)
     of_head = microbatches / choice.pp
@@ -281,17 +324,17 @@ def memory(job: Job, choice: Choice) -> float:
         copies = layer.experts.top_k * (shape.dim + 2 * layer.experts.hidden) if layer.experts else 0
         # What matmuls and norms read. Uncompiled blocks keep the results of other operations too, tensor parallelism what it
         # gathers: 52 GiB by estimate of Llama 70B on pp 4 x cp 4 x tp 2.
-        once = 2 * (4 * shape.dim + rows + copies) * tokens
+        once = job.item * (4 * shape.dim + rows + copies) * tokens
         every = once if job.compiled and choice.tp == 1 else 2 * once
-        part = {"none": every, "selective": 0.45 * once, "full": 2 * shape.dim * tokens}[choice.recompute]
+        part = {"none": every, "selective": 0.45 * once, "full": job.item * shape.dim * tokens}[choice.recompute]
         kept += part * often / shape.depth * share
         weights = layer.dense_parameters / choice.tp + layer.expert_parameters(shape.dim) / choice.ep
-        widest = max(widest, 2 * every + 2 * 2 * weights + job.reduce_bytes * weights)
+        widest = max(widest, 2 * every + 2 * job.item * weights + job.reduce_bytes * weights)
         gathered += weights * often / shape.depth * share
     if choice.pp > 1:  # gathered parameters and their whole gradients stay
         # passes of the first rank's stages before the first backward pass (arXiv:2104.04473, section 2.2)
         ahead = choice.pp if choice.stages == 1 else 2 * (choice.pp - 1) + (choice.stages - 1) * choice.pp + 1
         held = min(microbatches, ahead / choice.stages)
-        return states + kept * held + widest + gathered * (2 + job.reduce_bytes)
-    head = (2 + 2 * job.reduce_bytes) * shape.dim * shape.vocab / choice.tp
+        return states + kept * held + widest + gathered * (job.item + job.reduce_bytes)
+    head = (job.item + 2 * job.reduce_bytes) * shape.dim * shape.vocab / choice.tp
     return states + kept + max(widest, head) + 2 * 2**30

@@ -1,14 +1,18 @@
-"""titanlite plan CONFIG.toml --gpus N --device h100 [--nodes-of 8] [--objective memory] [--top 5] [--output FILE.toml] [...]
+"""titanlite plan CONFIG.toml --gpus N --device h100 [--nodes-of 8] [--objective memory] [--top 5] [--output FILE.toml]
+    [--trace FILE.json] [--section.key value ...]
+titanlite plan --calibrate FILE.toml [--ranks N] [--minutes 2]
 
 Predicts the time of a step on every mesh of N GPUs that the model and the global batch allow, and prints the fastest that fit,
 or, with --objective memory, those that hold the least. It chooses the degrees of the mesh, the schedule of a pipeline,
 training.local_batch_size and activation_checkpoint.mode; everything else is the configuration's. `titanlite check` has accepted
 each mesh that is printed, and the memory of the first is that of `titanlite estimate`. Speeds are predictions: the last line
-says how far they have been from published runs. --output writes the first mesh as a file whose base is CONFIG.toml.
+says how far they have been from published runs. --output writes the first mesh as a file whose base is CONFIG.toml, --trace
+its step as a file for ui.perfetto.dev. --calibrate measures this machine and writes a file for --device.
 
 Exit code 0 with a mesh, 1 when none fits, 2 for a fault of the configuration.
 """
 
+import json
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -22,14 +26,17 @@ from titanlite.config.read import Faults, read_config, read_words
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import BEFORE_2_13
+from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
+from titanlite.plan.calibrate import calibrate
 from titanlite.plan.job import errors_of, job_of
-from titanlite.plan.predict import Prediction, predict
-from titanlite.plan.report import GIB, fits
+from titanlite.plan.predict import predict
+from titanlite.plan.report import GIB
 from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_of, shares, why
-from titanlite.plan.time import Choice, Job, devices
+from titanlite.plan.time import Choice, Job
+from titanlite.plan.timeline import events
 from titanlite.registry.family import family_of
-from titanlite.tools.options import PREDICTED, WholeNumber, config_parser, new_path
+from titanlite.tools.options import LOCAL_RANKS, PREDICTED, Real, WholeNumber, config_parser, new_path, nonempty
 
 _TRIED = 40  # candidates that `check` sees before the search gives up
 
@@ -43,16 +50,28 @@ class Winner(NamedTuple):
 
 def main() -> None:
     parser = config_parser("plan", PREDICTED, "--gpus")
-    parser.add_argument("--device", choices=list(devices()), default="h100")
+    parser.add_argument("--device", type=nonempty, default="h100", help="a name of devices.toml, or a file of --calibrate")
     parser.add_argument("--nodes-of", type=WholeNumber(1, 1024), default=8, help="GPUs that NVLink connects")
     parser.add_argument("--objective", choices=["tokens_per_second", "memory"], default="tokens_per_second")
     parser.add_argument("--top", type=WholeNumber(1, 20), default=5)
     parser.add_argument("--output", type=new_path, metavar="FILE.toml")
+    parser.add_argument("--trace", type=new_path, metavar="FILE.json", help="the first mesh's step, for ui.perfetto.dev")
+    parser.add_argument("--calibrate", type=new_path, metavar="FILE.toml", help="measure this machine for --device")
+    parser.add_argument("--ranks", type=LOCAL_RANKS, help="with --calibrate: processes (default: one for each GPU, or one)")
+    parser.add_argument("--minutes", type=Real(0.01, 60), help="with --calibrate: of all measurements together (default: 2)")
     options, words = parser.parse_known_args()
+    given = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
+    if options.calibrate:
+        write_device(options.calibrate, options.ranks, options.minutes or 2.0, [*words, *given])
+        return
+    if useless := [option for option in ("--ranks", "--minutes") if option in given]:
+        raise UserError(f"{useless[0]}: has no effect without --calibrate; leave the option out")
     path, config = read_words(words, f"{parser.prog} CONFIG.toml --gpus N --device h100 [--section.key value ...]")
     job = read_job(config, words[1:], options.device, options.nodes_of)
-    if options.output and options.output.exists():
-        raise UserError(f"--output {options.output}: exists; name a new file")
+    job.device.check(options.device, options.gpus, options.nodes_of)
+    for option, file in (("--output", options.output), ("--trace", options.trace)):
+        if file and file.exists():
+            raise UserError(f"{option} {file}: exists; name a new file")
     found = candidates(job, options.gpus, options.objective)
     winners, refused = sound(found, path, words[1:], options.gpus, job, options.top)
     if not winners:
@@ -62,6 +81,23 @@ def main() -> None:
     print("\n".join(lines(winners, config, job, options.gpus, options.device, len(refused))))
     if options.output:
         write(options.output, path, keys_of(winners[0].candidate.choice))
+    if options.trace:
+        trace = {"traceEvents": events(job, winners[0].candidate.choice), "displayTimeUnit": "ms"}
+        options.trace.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def write_device(path: Path, ranks: int | None, minutes: float, words: list[str]) -> None:
+    """Measures this machine, and writes the file. words: the rest of the command line, and all options."""
+    if extra := [word for word in words if word not in ("--calibrate", "--ranks", "--minutes")]:
+        raise UserError(f"{extra[0]}: has no effect with --calibrate, which measures the machine alone; leave it out")
+    if path.suffix != ".toml" or path.exists():
+        raise UserError(f"--calibrate {path}: {'exists' if path.exists() else 'must end in .toml'}; name a new FILE.toml")
+    gpus = torch.cuda.device_count()
+    if ranks and 0 < gpus < ranks:
+        raise UserError(f"--ranks {ranks}: this machine has {gpus} GPUs, and each rank needs one")
+    text: str = on_ranks(ranks or max(1, gpus), calibrate, minutes * 60)
+    path.write_text(text, encoding="utf-8")
+    print(f"{text}\n{path}: for titanlite plan CONFIG.toml --gpus N --device {path}")
 
 
 def read_job(config: Config, words: list[str], device: str, node: int) -> Job:
@@ -80,19 +116,19 @@ def sound(
     """(the first candidates that `check` accepts, of which the first fits by `estimate`; why others are refused)."""
     winners: list[Winner] = []
     refused: list[str] = []
+    on_cpu = job.device.cpu_ranks > 0
     for candidate in found[:_TRIED]:
         chosen = [word for key, value in keys_of(candidate.choice).items() for word in (f"--{key}", str(value))]
         try:
             config = read_config(path, [*words, *chosen])
-            check(config, path, ranks, open_files=False, elsewhere=not torch.cuda.is_available())
+            check(config, path, ranks, open_files=False, elsewhere=not (torch.cuda.is_available() or on_cpu))
         except Faults as faults:
             refused.append(f"{name_of(candidate.choice)}: {faults.faults[0]}")
             continue
         measured = None
         if not winners and not BEFORE_2_13:  # which cannot predict with bfloat16
-            prediction = predicted(config, ranks)
-            measured = prediction.memory.total
-            if not fits(prediction, job.device.memory_gib):
+            measured = predicted(config, ranks, "cpu" if on_cpu else "cuda")
+            if measured + job.device.reserve > job.device.memory_gib * GIB:
                 refused.append(f"{name_of(candidate.choice)}: takes {measured / GIB:.0f} GiB by titanlite estimate")
                 continue
         winners.append(Winner(candidate, measured))
@@ -101,17 +137,17 @@ def sound(
     return winners, refused
 
 
-def predicted(config: Config, ranks: int) -> Prediction:
-    """`predict` in a process of its own: DTensor's caches name the process groups of a mesh that is gone."""
+def predicted(config: Config, ranks: int, device_type: str) -> int:
+    """Bytes by `predict`, in a process of its own: DTensor's caches name the process groups of a mesh that is gone."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(predict, config, ranks).result()
+        return pool.submit(predict, config, ranks, device_type).result().memory.total
 
 
 def lines(winners: list[Winner], config: Config, job: Job, gpus: int, device: str, refused: int) -> list[str]:
     first = winners[0].candidate
     rate = [_rate(job, each.candidate, gpus) for each in winners]
     flops = family_of(config.model).module.flops(family_of(config.model).config, job.seq_len)
-    mfu = flops.palm * rate[0] / (job.device.bf16_tflops * 1e12)
+    mfu = flops.palm * rate[0] / job.peak
     found = [f"{config.model.title} on {gpus} x {device}: seconds of a step, tokens per second and GPU, GiB of a rank"]
     for number, (winner, speed) in enumerate(zip(winners, rate, strict=True), 1):
         candidate = winner.candidate

@@ -1,0 +1,170 @@
+"""`titanlite plan` and `estimate` beside our own small runs on this CPU: python -m benchmarks.plan_cpu [--output FILE.md]
+
+Random models, batches and meshes of 1 and 2 ranks in float32, each rank with one thread. First the machine is measured as by
+`titanlite plan --calibrate`; then each run is predicted, and its shortest step of several is measured, since other programs
+only add to it. They disturb its CPU time less, which on 2 ranks lacks what a rank waits for. Memory is what a rank's resident
+size grows by from before the model is built to its peak.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from titanlite.config.schema import Config
+from titanlite.data.batch import Batch
+from titanlite.ground.untrusted import parse_toml
+from titanlite.launch.local_ranks import on_ranks
+from titanlite.loop.step import begin_training, forward_backward, update
+from titanlite.parallel.fsdp import GradientSync
+from titanlite.parallel.mesh import build_mesh, resolve_degrees
+from titanlite.plan.calibrate import calibrate
+from titanlite.plan.shape import Shape
+from titanlite.plan.time import Choice, Device, Job, step
+from titanlite.registry.family import family_of
+from titanlite.tools.plan import predicted
+from titanlite.transforms.meta import on_meta
+
+_MIB = 2**20
+_STEPS = 10
+
+
+class Drawn(NamedTuple):
+    """A random run."""
+
+    dim: int
+    layers: int
+    vocab: int
+    seq_len: int
+    microbatch: int
+    microbatches: int  # of all ranks together
+    recompute: str
+    mesh: str  # of 2 ranks: dp_shard, dp_replicate or tp
+
+    def config(self, ranks: int) -> Config:
+        heads = self.dim // 32
+        overrides = {"dim": self.dim, "n_layers": self.layers, "n_heads": heads, "n_kv_heads": heads // 2, "head_dim": 32}
+        overrides |= {"ffn_dim": 3 * self.dim, "vocab_size": self.vocab}
+        keys = {"dp_shard": "data_parallel_shard", "dp_replicate": "data_parallel_replicate", "tp": "tensor_parallel"}
+        degrees = {f"{keys[name]}_degree": ranks if name == self.mesh else 1 for name in keys}
+        training: dict[str, Any] = {"seq_len": self.seq_len, "local_batch_size": self.microbatch, "steps": _STEPS}
+        training |= {"global_batch_size": self.microbatch * self.microbatches, "mixed_precision_param": "float32"}
+        return Config.model_validate(
+            {
+                "model": {"name": "llama3", "flavor": "debug", "overrides": overrides},
+                "training": training,
+                "parallelism": degrees,
+                "activation_checkpoint": {"mode": self.recompute},
+            }
+        )
+
+
+def drawn(number: int) -> Drawn:
+    draw = random.Random(f"plan_cpu {number}")
+    run = Drawn(
+        draw.choice([128, 192, 256, 384]),
+        draw.choice([2, 4, 6]),
+        draw.choice([512, 2048, 4096]),
+        draw.choice([128, 256, 512]),
+        draw.choice([1, 2, 4]),
+        draw.choice([2, 4]),
+        draw.choice(["none", "full", "selective"]),
+        draw.choice(["dp_shard", "dp_replicate", "tp"]),
+    )
+    return run._replace(mesh="dp_shard") if run.mesh == "tp" and run.dim == 192 else run  # two ranks cannot split 3 KV heads
+
+
+class Measured(NamedTuple):
+    """Of a rank. seconds, cpu: of the shortest step, as a clock shows it and as its processors worked. held: bytes."""
+
+    seconds: float
+    cpu: float
+    held: int
+
+
+def measure(device: torch.device, config: Config) -> tuple[float, float, int]:
+    """The numbers of Measured, of a run after a tiny one on the same mesh, which loads libraries and their buffers."""
+    small = {**config.model.overrides, "dim": 64, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 512}
+    train(device, config.model_copy(update={"model": config.model.model_copy(update={"overrides": small})}), 2)
+    before = _resident("VmRSS")
+    seconds, cpu = train(device, config, _STEPS)
+    return seconds, cpu, _resident("VmHWM") - before
+
+
+def train(device: torch.device, config: Config, steps: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) of the shortest step."""
+    mesh = build_mesh(resolve_degrees(config.parallelism, int(os.environ["WORLD_SIZE"])), "cpu")
+    model, optimizer, loss_scale = begin_training(family_of(config.model), config, mesh, device)
+    training, microbatches = config.training, config.microbatches(mesh["dp_replicate"].size() * mesh["dp_shard"].size())
+    tokens = torch.randint(512, (microbatches, training.local_batch_size, training.seq_len + 1))
+    times, worked = [], []
+    for _ in range(steps):
+        begun, cpu = time.perf_counter(), time.process_time()
+        loss = forward_backward(model, Batch(tokens), mesh, loss_scale, GradientSync.of(config))
+        update(model, optimizer, 1e-4, training.max_norm, loss_scale, loss.labels)
+        times.append(time.perf_counter() - begun)
+        worked.append(time.process_time() - cpu)
+    return min(times), min(worked)
+
+
+def _resident(name: str) -> int:
+    """Bytes of this process, now or at its peak, by Linux."""
+    line = next(line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def job_of(run: Drawn, config: Config, device: Device, ranks: int) -> tuple[Job, Choice]:
+    family, training = family_of(config.model), config.training
+    shape = Shape.of(family, on_meta(family, config), training.seq_len)
+    job = Job(shape, device, 8, training.seq_len, training.global_batch_size, compiled=False, item=4)
+    choice = Choice(microbatch=training.local_batch_size, recompute=run.recompute)
+    return job, choice._replace(**{run.mesh: ranks})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_cpu", description=__doc__)
+    parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=[1, 2], default=[1, 2])
+    parser.add_argument("--output", type=Path)
+    words = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # so that 1 and 2 ranks on 2 cores have the same
+    lines = ["| run | ranks | step, ms | CPU ms | predicted | error | of CPU ms | MiB | predicted | error | load |"]
+    lines.append("| - " * 11 + "|")
+    errors: dict[tuple[str, int], list[float]] = {}
+    for ranks in words.ranks:
+        text: str = on_ranks(ranks, calibrate, 20.0)
+        print(text)
+        device = Device.model_validate(parse_toml(text)["cpu"])
+        for number in range(words.runs):
+            run = drawn(number)
+            config = run.config(ranks)
+            found = Measured(*on_ranks(ranks, measure, config))
+            load, expected = os.getloadavg()[0], step(*job_of(run, config, device, ranks)).total
+            size = predicted(config, ranks, "cpu")
+            pair = {"step": expected / found.seconds, "CPU time": expected / found.cpu, "memory": size / found.held}
+            for name, ratio in pair.items():
+                errors.setdefault((name, ranks), []).append(ratio - 1)
+            step_error, cpu_error, memory_error = (f"{ratio - 1:+.1%}" for ratio in pair.values())
+            what = f"dim {run.dim}, {run.layers} layers, vocabulary {run.vocab}"
+            what += f", {run.microbatches} x {run.microbatch} x {run.seq_len}, {run.recompute}" + (
+                f", {run.mesh}" if ranks > 1 else ""
+            )
+            times = f"{found.seconds * 1e3:.1f} | {found.cpu * 1e3:.1f} | {expected * 1e3:.1f} | {step_error} | {cpu_error}"
+            bytes_held = f"{found.held / _MIB:.0f} | {size / _MIB:.0f} | {memory_error}"
+            lines.append(f"| {what} | {ranks} | {times} | {bytes_held} | {load:.1f} |")
+            print(lines[-1], flush=True)
+    lines += ["", "| | ranks | mean of errors | mean of their sizes |", "| - | - | - | - |"]
+    for (name, ranks), each in errors.items():
+        lines.append(f"| {name} | {ranks} | {statistics.mean(each):+.1%} | {statistics.mean(map(abs, each)):.1%} |")
+    print("\n".join(lines))
+    if words.output:
+        words.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`titanlite plan --calibrate` writes an entry that `plan` reads; no test asserts what it measures."""
+
+import sys
+
+import pytest
+
+from titanlite.config.read import read_config
+from titanlite.ground.errors import UserError
+from titanlite.plan.calibrate import Measured, _link, shipped_like
+from titanlite.plan.time import Choice, Device, Job, device_named, memory, ring, step
+from titanlite.tools import plan as tool
+from titanlite.tools.plan import read_job
+
+ENTRY = Device(
+    bf16_tflops=0.4,
+    float32_tflops=0.1,
+    fp8_tflops=0.0,
+    memory_gib=8.0,
+    memory_gb_per_second=60.0,
+    nvlink_gb_per_second=4.0,
+    network_gb_per_second=0.0,
+    sms=1,
+    matmul=1.0,
+    attention=0.3,
+    launch_microseconds=3.0,
+    hop_microseconds=50.0,
+    cpu_ranks=2,
+)
+FLOAT32 = ["--training.mixed_precision_param", "float32", "--training.global_batch_size", "4"]
+
+
+def written(folder, entry: Device, name="mine"):
+    file = folder / "device.toml"
+    file.write_text("\n".join([f"[{name}]", *(f"{key} = {value}" for key, value in entry.model_dump().items())]))
+    return str(file)
+
+
+def job(device: str, *words: str) -> Job:
+    return read_job(read_config("train_configs/llama_debug.toml", list(words)), list(words), device, 8)
+
+
+def run(monkeypatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    tool.main()
+
+
+def test_two_ranks_measure_an_entry_with_which_plan_finds_a_mesh(tmp_path, monkeypatch, capsys):
+    file = str(tmp_path / "cpu.toml")
+    run(monkeypatch, "--calibrate", file, "--ranks", "2", "--minutes", "0.01")
+    measured = device_named(file)
+    assert measured.cpu_ranks == 2 and measured.nvlink_gb_per_second > 0 and measured.float32_tflops > 0
+    assert "reduce-scatter of 4,096 bytes" in capsys.readouterr().out
+    run(monkeypatch, "train_configs/llama_debug.toml", "--gpus", "2", "--device", file, "--top", "1", *FLOAT32)
+    assert "error: unknown" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"measured with 2 ranks.*--ranks 1"):
+        run(monkeypatch, "train_configs/llama_debug.toml", "--device", file, *FLOAT32)
+    with pytest.raises(UserError, match="exists"):
+        run(monkeypatch, "--calibrate", file)
+
+
+def test_links_come_back_from_the_times_of_collectives(tmp_path):
+    four = job(written(tmp_path, ENTRY), *FLOAT32)
+
+    def table(size: int) -> list[Measured]:
+        return [Measured("", often * ring(four, 4, 1, size), size) for often in (0.5, 3, 2)]
+
+    bandwidth, latency = _link(table(4096) + table(2**24), 4)
+    assert bandwidth == pytest.approx(4.0, rel=0.02) and latency == pytest.approx(50e-6, rel=0.05)
+
+
+def test_several_gpus_are_refused_where_their_links_are_unknown(tmp_path, monkeypatch):
+    alone = ENTRY.model_copy(update={"cpu_ranks": 0, "nvlink_gb_per_second": 0.0})
+    with pytest.raises(UserError, match="nvlink_gb_per_second"):
+        run(monkeypatch, "train_configs/llama_debug.toml", "--gpus", "2", "--device", written(tmp_path, alone), *FLOAT32)
+    linked = ENTRY.model_copy(update={"cpu_ranks": 0})
+    linked.check("mine", 8, 8)
+    with pytest.raises(UserError, match="network_gb_per_second"):
+        linked.check("mine", 16, 8)
+
+
+def test_a_cpu_hides_no_collectives_and_float32_has_twice_the_bytes(tmp_path):
+    on_cpu = job(written(tmp_path, ENTRY), *FLOAT32)
+    on_gpu = on_cpu._replace(device=ENTRY.model_copy(update={"cpu_ranks": 0}))
+    sharded = Choice(dp_shard=2)
+    assert step(on_cpu, sharded).fsdp > step(on_gpu, sharded).fsdp
+    short = on_cpu._replace(item=2)
+    assert ring(on_cpu, 2, 1, 0.0) > 0 and step(on_cpu, Choice(tp=2)).tp > step(short, Choice(tp=2)).tp
+    assert step(on_cpu, sharded).matmuls > 3 * step(short, sharded).matmuls, "bf16_tflops is four times float32_tflops"
+    assert memory(on_cpu, sharded) > memory(short, sharded)
+    assert on_cpu.device.reserve < on_gpu.device.reserve
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 PCIe", "gpu"), ("NVIDIA L4", "gpu")],
+)
+def test_a_gpu_has_the_links_of_its_shipped_entry(name, key):
+    found, shipped = shipped_like(name)
+    assert found == key and (shipped is None) == (key == "gpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--calibrate", "new.toml", "--gpus", "2"], "--gpus"),
+        (["run.toml", "--calibrate", "new.toml"], "run.toml"),
+        (["--calibrate", "new.json"], r"new\.json"),
+        (["train_configs/llama_debug.toml", "--minutes", "2"], "--minutes"),
+        (["train_configs/llama_debug.toml", "--device", "nowhere.toml", *FLOAT32], r"nowhere\.toml"),
+    ],
+)
+def test_what_has_no_effect_or_is_missing_is_named(words, named, monkeypatch):
+    with pytest.raises(UserError, match=named):
+        run(monkeypatch, *words)
+
+
+def test_a_file_for_a_device_has_one_table(tmp_path):
+    path = tmp_path / "device.toml"
+    once = written(tmp_path, ENTRY) and path.read_text(encoding="utf-8")
+    path.write_text(once + "\n" + once.replace("[mine]", "[other]"), encoding="utf-8")
+    with pytest.raises(UserError, match="2 tables"):
+        device_named(str(path))
