@@ -1,5 +1,6 @@
 """`titanlite plan --calibrate` writes an entry that `plan` reads; no test asserts what it measures."""
 
+import json
 import sys
 
 import pytest
@@ -31,7 +32,7 @@ FLOAT32 = ["--training.mixed_precision_param", "float32", "--training.global_bat
 
 def written(folder, entry: Device, name="mine"):
     file = folder / "device.toml"
-    file.write_text("\n".join([f"[{name}]", *(f"{key} = {value}" for key, value in entry.model_dump().items())]))
+    file.write_text("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in entry.model_dump().items())]))
     return str(file)
 
 

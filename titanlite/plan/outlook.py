@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
 from titanlite.launch.layout import number
 from titanlite.loop.metrics import Clock
 from titanlite.plan.job import MEMORY_ERROR, choice_of, errors_of, job_of
@@ -119,6 +120,8 @@ class Outlook:
             job = job_of(self.config, device, number("LOCAL_WORLD_SIZE", self.ranks), self.global_batch)
             choice, errors = choice_of(self.config, self.ranks), errors_of(job, device)
             return Predicted(step(job, choice).total, memory(job, choice) / GIB, errors[1]) if errors else None
+        except UserError:  # what plan refuses
+            return None
         except Exception as error:  # a fork's model may lack what the model of time reads, which is no reason to end a run
             log.info("step time and memory are not predicted: %s", error)
             return None
@@ -138,7 +141,7 @@ def entry(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((entry for entry, known in devices().items() if known.driver_name == name), None)
+    return next((entry for entry, known in devices().items() if name and known.driver_name == name), None)
 
 
 def clock_rate(device: torch.device) -> float | None:

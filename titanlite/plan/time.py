@@ -36,7 +36,7 @@ _LOGITS = 32  # bytes for each logit, fitted; titanlite reads and writes 2 and 4
 class Device(StrictModel):
     """An entry of devices.toml, or of a file of `titanlite plan --calibrate`, in the units of its keys. 0: unknown, or none."""
 
-    driver_name: str | None = None  # as torch.cuda.get_device_name() spells it
+    driver_name: str = ""  # as torch.cuda.get_device_name() spells it
     bf16_tflops: Rate
     fp8_tflops: RateOrNone
     memory_gib: Rate
