@@ -8,6 +8,7 @@ Nothing here imports torch, so that worker processes start fast.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 from bisect import bisect_left, bisect_right
@@ -310,7 +311,7 @@ def _environment() -> Any:  # `_GenerationTags` adds attributes
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
     )
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _TODAY.strftime}
-    environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     return environment
 
 
@@ -337,7 +338,3 @@ class _GenerationTags(Extension):
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -177,7 +177,7 @@ def _encode(inputs: list[Input], work: Path, job: EncodeJob, workers: int) -> di
     for record in records.values():
         if record.skipped and not job.skip:  # the work began with "skip", and continues with "fail"
             first = record.skipped[0]
-            raise BadDocument(f"{describe_location(first['file'], first['line'])}: {first['reason']}")
+            raise BadDocument(f"{describe_location(first.file, first.line)}: {first.reason}")
     sizes = {unit.name: sum(part.size for part in unit.parts) for unit in units}
     missing = [unit for unit in units if unit.name not in records]
     before = sum(sizes[name] for name in records)
@@ -215,7 +215,7 @@ def _assemble(
     skipped = [entry for record in records.values() for entry in record.skipped]
     chats = any(record.chats for record in records.values())
     if not documents:
-        aside = f"; skipped: {len(skipped)}, such as {skipped[0]['file']}: {skipped[0]['reason']}" if skipped else ""
+        aside = f"; skipped: {len(skipped)}, such as {skipped[0].file}: {skipped[0].reason}" if skipped else ""
         shutil.rmtree(work)
         raise UserError(f"the inputs hold 0 documents, 0 tokens{aside}")
     with tqdm(desc="writing shards", total=tokens, disable=None, delay=1, leave=False, bar_format=_BAR) as bar:
@@ -225,7 +225,7 @@ def _assemble(
         for shard in shards:
             pack_file(whole / shard["name"], plan["best fit"], whole / f"{shard['name']}.best_fit-{plan['best fit']}.npy")
     if skipped:
-        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in skipped)
+        lines = "".join(json.dumps(entry.model_dump(), ensure_ascii=False) + "\n" for entry in skipped)
         (whole / "skipped.jsonl").write_text(lines, encoding="utf-8")
     sync_contents(whole)
     manifest = {
