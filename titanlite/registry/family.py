@@ -26,21 +26,8 @@ from titanlite.registry.overrides import overridden
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that Hugging Face's format can hold
 # the files of models/ that are not families
-_SHARED = (
-    "all_to_all",
-    "attention",
-    "blocks",
-    "decoder",
-    "exchange",
-    "grouped",
-    "head",
-    "moe",
-    "mup",
-    "once",
-    "rope",
-    "split",
-    "torch_private",
-)
+_SHARED = ("all_to_all", "attention", "blocks", "decoder", "exchange", "grouped", "head", "moe", "mup", "once", "rope", "split",
+           "torch_private")  # fmt: skip
 _SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") for name in _SHARED]
 FROM_ASSETS = "hf"  # the flavor whose dimensions are those of model.hf_assets_path
 
@@ -133,10 +120,8 @@ def trusted(config: Config, source: Path, named: str) -> Config:
     Raises UserError.
     """
     if not named and config.model.name not in family_names():
-        raise UserError(
-            f"{source}: its model is {config.model.name!r}, not a family of models/ ({', '.join(family_names())}); no code "
-            f"that a file names is run: if you trust that module, name it yourself: --model {config.model.name}"
-        )
+        remedy = f"no code that a file names is run: if you trust it, name it yourself: --model {config.model.name}"
+        raise UserError(f"{source}: its model is {config.model.name!r}, not a family of models/; {remedy}")
     return config.model_copy(update={"model": config.model.model_copy(update={"name": named or config.model.name})})
 
 
