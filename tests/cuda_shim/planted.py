@@ -45,7 +45,7 @@ def _attend_on_cpu(gradient: torch.Tensor) -> None:
 
 
 def _copy_blocking(batch: Batch, device: torch.device, non_blocking: bool = False) -> Batch:
-    return batch._each(lambda tensor: tensor.to(device))
+    return batch.each(lambda tensor: tensor.to(device))
 
 
 _on_host, _receivers_of = all_to_all._on_host, all_to_all.receivers_of

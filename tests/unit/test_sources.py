@@ -158,7 +158,7 @@ def test_chats_are_rendered_by_the_template_and_again_by_another(tmp_path, asset
     assert found == ["user:2 + 2?assistant:four", "again user:2 + 2?assistant:four"]
 
 
-@pytest.mark.parametrize("point", ["encode_all", "write_shards", "_fingerprint", "_hand_over"])
+@pytest.mark.parametrize("point", ["encode_all", "write_shards", "_count_inputs", "_hand_over"])
 def test_a_failure_in_the_middle_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch, point):
     path = write_jsonl(tmp_path / "a.jsonl")
 

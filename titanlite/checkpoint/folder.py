@@ -68,10 +68,8 @@ def room_faults(folder: Path, size: int, cfg: Checkpoint) -> Iterator[str]:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free + sum(_size(path) for path in _leftovers(folder))  # clean_up deletes them
     if free < needed * size:
-        yield (
-            f'checkpoint.folder = "{cfg.folder}": {existing} has {_gib(free)} free, and {needed} checkpoints of this run need '
-            f"{_gib(needed * size)}; free some space, or set job.dump_folder to a folder on another disk"
-        )
+        room = f"{existing} has {_gib(free)} free, and {needed} checkpoints of this run need {_gib(needed * size)}"
+        yield f'checkpoint.folder = "{cfg.folder}": {room}; free some space, or set job.dump_folder to another disk'
 
 
 def _leftovers(folder: Path) -> list[Path]:
@@ -202,11 +200,7 @@ def faults(config: Config) -> Iterator[str]:
         steps = ", ".join(map(str, list_steps(folder))) or "none"
         yield f"checkpoint.load_step = {cfg.load_step}: not in {folder}, which has: {steps}"
     if cfg.keep_latest_k and cfg.keep_every_n_steps % cfg.interval:
-        yield (
-            f"checkpoint.keep_every_n_steps = {cfg.keep_every_n_steps}: must be a multiple of "
-            f"checkpoint.interval = {cfg.interval}, since only those steps are saved"
-        )
+        kept = f"checkpoint.keep_every_n_steps = {cfg.keep_every_n_steps}"
+        yield f"{kept}: must be a multiple of checkpoint.interval = {cfg.interval}, since only those steps are saved"
     if cfg.async_mode == "async_with_pinned_mem" and not torch.cuda.is_available():
-        yield MachineFault(
-            'checkpoint.async_mode = "async_with_pinned_mem": only copies from a GPU gain by pinned memory; use "async"'
-        )
+        yield MachineFault('checkpoint.async_mode = "async_with_pinned_mem": only copies from a GPU gain by it; use "async"')

@@ -41,10 +41,8 @@ def newest_sound(folder: Path) -> tuple[Path, Manifest] | None:
             if dist.get_rank() == 0:  # the error is the same on all ranks
                 log.warning("not used: %s", error)
     if faults:
-        raise UserError(
-            f"{folder}: all {len(faults)} checkpoints are damaged, the newest is: {faults[0]}\n"
-            "Restore one from a copy, or rename the folder to start from scratch"
-        )
+        remedy = "Restore one from a copy, or rename the folder to start from scratch"
+        raise UserError(f"{folder}: all {len(faults)} checkpoints are damaged, the newest is: {faults[0]}\n{remedy}")
     return None
 
 

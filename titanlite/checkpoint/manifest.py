@@ -158,14 +158,10 @@ def check_run(folder: Path, manifest: Manifest) -> None:
     """Raises UserError for a sound manifest without the state of a run that this version can continue."""
     weights = "begin from them with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
     if manifest.numbers.get("imported"):
-        raise UserError(
-            f"{folder}: holds weights alone, made by import-hf, without optimizer state, step or data position; {weights}"
-        )
+        raise UserError(f"{folder}: holds weights alone, without optimizer state, step or data position; {weights}")
     if not {"timeline", "mixture"} & manifest.numbers.keys():  # titanlite 0.2 wrote mixture
-        raise UserError(
-            f"{folder}: titanlite 0.1 wrote it, and only its weights can be used; {weights}, or continue the run with "
-            "titanlite 0.2 and resume from a checkpoint that 0.2 has saved"
-        )
+        remedy = f"{weights}, or continue the run with titanlite 0.2 and resume from what 0.2 has saved"
+        raise UserError(f"{folder}: titanlite 0.1 wrote it, and only its weights can be used; {remedy}")
     untrusted.validated(_Run, manifest.numbers, f"{folder}: its manifest is sound, but does not describe a run of titanlite")
 
 

@@ -110,13 +110,12 @@ class Idle(NamedTuple):
         at its default changes nothing."""
         if self.value == self.default:
             return False
-        return self.layer.number >= (OPTION.number if _depends_on_hardware(self.condition) else self.off.number)
+        hardware = any(part in _SENTENCES and _SENTENCES[part].of_hardware for part in self.condition.split(" or "))
+        return self.layer.number >= (OPTION.number if hardware else self.off.number)
 
     def __str__(self) -> str:
-        origin = f" ({self.layer.name})" if self.layer.name else ""
-        return (
-            f"{self.section}.{self.name} = {json.dumps(self.value, default=str)}{origin}: has no effect unless {self.condition}"
-        )
+        setting = f"{self.section}.{self.name} = {json.dumps(self.value, default=str)}"
+        return f"{setting}{f' ({self.layer.name})' if self.layer.name else ''}: has no effect unless {self.condition}"
 
 
 def idle(config: BaseModel, hardware: Hardware, layers: dict[str, ConfigLayer]) -> Iterator[Idle]:
@@ -166,7 +165,3 @@ def keys_of(condition: str) -> list[str]:
     """The keys that decide whether a condition holds."""
     parts = condition.split(" or ")
     return [key for part in parts for key in (_SENTENCES[part].keys if part in _SENTENCES else (part.split(" ")[0],))]
-
-
-def _depends_on_hardware(condition: str) -> bool:
-    return any(part in _SENTENCES and _SENTENCES[part].of_hardware for part in condition.split(" or "))

@@ -488,10 +488,8 @@ class Config(StrictModel):
 
     def accumulates(self, ranks: int) -> bool:
         """Whether a step on so many ranks has more than one microbatch."""
-        cfg = self.parallelism
-        together = (
-            cfg.tensor_parallel_degree * cfg.context_parallel_degree * cfg.pipeline_parallel_degree
-        )  # read the same samples
+        cfg = self.parallelism  # whose ranks of these three dimensions read the same samples:
+        together = cfg.tensor_parallel_degree * cfg.context_parallel_degree * cfg.pipeline_parallel_degree
         return self.microbatches(max(1, ranks // together)) > 1
 
     def global_batch(self, data_degree: int) -> int:

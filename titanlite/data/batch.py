@@ -41,15 +41,15 @@ class Batch(NamedTuple):
 
     def microbatches(self) -> list["Batch"]:
         """The parts along the leading dimension."""
-        return [self._each(itemgetter(number)) for number in range(len(self.tokens))]
+        return [self.each(itemgetter(number)) for number in range(len(self.tokens))]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """The same on a device."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """The same in page-locked memory, from where a GPU copies while the host goes on."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self.each(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keeps the allocator from reusing the memory before the work queued on `stream` so far is done."""
@@ -57,7 +57,8 @@ class Batch(NamedTuple):
             if tensor is not None:
                 tensor.record_stream(stream)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same with another form of each tensor."""
         return Batch(change(self.tokens), *(None if tensor is None else change(tensor) for tensor in self[1:]))
 
 

@@ -35,12 +35,7 @@ class StepDataset(Dataset[Batch | UserError]):
     """A map-style dataset: this rank's part of the global batches of a run. Entry 0 is that of `first_step`."""
 
     def __init__(
-        self,
-        config: Config,
-        data: Data,
-        part: tuple[int, int],
-        timeline: Timeline | None = None,
-        first_step: int = 1,
+        self, config: Config, data: Data, part: tuple[int, int], timeline: Timeline | None = None, first_step: int = 1
     ):
         """part: (data rank, data degree); each rank takes a run of neighboring samples.
 

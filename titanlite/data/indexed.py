@@ -59,13 +59,7 @@ class TokenFile:
         all.
         """
         self.prefix = prefix
-        self._read_sizes()
-
-    def _read_sizes(self) -> None:
-        """Reads the header of the index and the ends of its tables, and checks them against the sizes of the files.
-
-        They are read, not mapped, since a mapped page counts as memory.
-        """
+        # what is read here is not mapped, since a mapped page counts as memory
         ids, index, loss = (path_of(self.prefix, suffix) for suffix in ("bin", "idx", "loss"))
         with open_file(index) as file:
             size = os.fstat(file.fileno()).st_size
@@ -96,10 +90,8 @@ class TokenFile:
             first, last = number_at(documents_at, "<q"), number_at(end - 8, "<q")
         actual = size_of(ids)
         if described != actual:
-            raise UserError(
-                f"{ids}: has {actual:,} bytes, and {index.name} describes {described:,}: one of them is truncated, or they are "
-                "not of the same data"
-            )
+            why = "one of them is truncated, or they are not of the same data"
+            raise UserError(f"{ids}: has {actual:,} bytes, and {index.name} describes {described:,}: {why}")
         if (first, last) != (0, sequences):
             raise UserError(f"{index}: its document index goes from sequence {first} to {last}, must be from 0 to {sequences}")
         self.tokens, self.documents, self.loss = actual // dtype.itemsize, entries - 1, None

@@ -241,9 +241,7 @@ def check_repeats(own: OwnSource) -> None:
     if own.stream:
         _check_resumes(own)
     elif own.probe() != replace(own).probe():
-        raise own.fault(
-            "read(0) or the last sample differs from object to object; must be a function of i: seed its generators"
-        )
+        raise own.fault("read(0) or the last sample differs from object to object; must be a function of i: seed generators")
 
 
 def _check_resumes(own: OwnSource) -> None:
@@ -253,7 +251,5 @@ def _check_resumes(own: OwnSource) -> None:
     parts.next()
     after = OpenStream(own, 0, 1, torch.ones(1, dtype=torch.int64), json.loads(parts.state()))
     if [whole.next().digest() for _ in range(2)] != [after.next().digest() for _ in range(2)]:
-        raise own.fault(
-            "goes on from its state with other rows than without interruption: state_dict() must hold the position after the "
-            "last row (advance before yield), and its generators be seeded"
-        )
+        why = "state_dict() must hold the position after the last row (advance before yield), and generators be seeded"
+        raise own.fault(f"goes on from its state with other rows than without interruption: {why}")

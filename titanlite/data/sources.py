@@ -17,12 +17,7 @@ from titanlite.data.prepare.cache import default_tokenizer, open_packing, tokeni
 from titanlite.data.prepare.documents import list_inputs
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest
 from titanlite.data.samples import Rows, rows_of
-from titanlite.data.tokenizer import (
-    LoadedTokenizer,
-    digest,
-    load_tokenizer,
-    tokenizer_digest,
-)
+from titanlite.data.tokenizer import LoadedTokenizer, digest, load_tokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import open_file
 from titanlite.registry.own import is_part
@@ -99,9 +94,7 @@ def sources_of(config: Config, section: str) -> list[Source]:
     if 0 < len(unweighted) < len(sources):
         raise UserError(f'{section}.sources: "{unweighted[0]}" has no weight, others have; give all of them one, or none')
     if section == "validation" and (idle := [s for s in sources if s.weight is not None or s.epochs is not None]):
-        raise UserError(
-            f'validation.sources: weight and epochs of "{idle[0].path}" have no effect; each source is measured by itself'
-        )
+        raise UserError(f'validation.sources: weight and epochs of "{idle[0].path}" have no effect; each is measured by itself')
     names = [name_of(source) for source in sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f'{section}.sources: two are called "{twice}"; give each a name of its own')
@@ -169,10 +162,7 @@ def _open_files(
         return files, None
     manifest = read_manifest(folder)
     if manifest["tokenizer"] != tokenizer_digest(loaded):
-        raise UserError(
-            f"{folder}: made with another tokenizer than that of model.hf_assets_path; set it to the folder that was given "
-            "as --tokenizer"
-        )
+        raise UserError(f"{folder}: made with another tokenizer than that of model.hf_assets_path; name that one there")
     _check_beginning(folder, tuple(manifest["beginning_of_text"]), loaded)
     if manifest["largest_id"] >= vocabulary:
         raise UserError(f"{folder}: has ids up to {manifest['largest_id']}, and the model's vocabulary is {vocabulary}")
@@ -180,10 +170,8 @@ def _open_files(
         for stored in file.files:
             stored.require_sums()
         if (file.documents, file.tokens) != (shard["documents"], shard["tokens"]):
-            raise UserError(
-                f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {MANIFEST} says "
-                f"{shard['documents']:,} of {shard['tokens']:,}"
-            )
+            listed = f"{MANIFEST} says {shard['documents']:,} of {shard['tokens']:,}"
+            raise UserError(f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {listed}")
         if shard["loss"] and file.loss is None:
             raise UserError(f"{file.prefix}.loss: is missing; without it the loss would include the user's turns of chats")
     return files, manifest
@@ -192,11 +180,9 @@ def _open_files(
 def _check_beginning(path: Path, beginning: tuple[int, ...], loaded: LoadedTokenizer) -> None:
     """Raises UserError for token files whose texts begin otherwise than training.add_bos, or without it the tokenizer, says."""
     if beginning != loaded.beginning:
-        raise UserError(
-            f"{path}: its texts begin with {loaded.spelled(beginning)}, and those of this run with "
-            f"{loaded.spelled(loaded.beginning)}, as training.add_bos says, or where that is not set the tokenizer; set "
-            f"training.add_bos = {json.dumps(bool(beginning))}, or tokenize the text again"
-        )
+        theirs, ours = loaded.spelled(beginning), loaded.spelled(loaded.beginning)
+        remedy = f"set training.add_bos = {json.dumps(bool(beginning))}, or tokenize the text again"
+        raise UserError(f"{path}: its texts begin with {theirs}, and those of this run with {ours}; {remedy}")
 
 
 def _foreign_beginning(file: TokenFile, loaded: LoadedTokenizer) -> tuple[int, ...]:

@@ -38,13 +38,7 @@ class StreamDataset(IterableDataset[StreamStep]):
     """
 
     def __init__(
-        self,
-        config: Config,
-        source: OwnSource,
-        part: tuple[int, int],
-        timeline: Timeline,
-        first_step: int,
-        at: Position | None,
+        self, config: Config, source: OwnSource, part: tuple[int, int], timeline: Timeline, first_step: int, at: Position | None
     ):
         """part: (data rank, data degree). at: where the streams are; None: at their beginning.
 

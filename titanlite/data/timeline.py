@@ -154,9 +154,8 @@ def stored(numbers: dict[str, Any], owner: str) -> Timeline:
 
     owner: names the checkpoint. Raises UserError where its numbers do not fit together.
     """
-    timeline = (
-        Timeline(validated(_TimelineSchema, numbers, owner).timeline) if "timeline" in numbers else _of_0_2(numbers, owner)
-    )
+    known = "timeline" in numbers
+    timeline = Timeline(validated(_TimelineSchema, numbers, owner).timeline) if known else _of_0_2(numbers, owner)
     steps, segments = [segment.first_step for segment in timeline.segments], timeline.segments
     sources = [source["fingerprint"] for source in numbers["data"]["sources"]]
     if (

@@ -102,10 +102,8 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     with refusing(UserError, f"{path}: cannot encode an empty text"), reading(path):
         loaded = _with_bos(loaded, _token_text(settings.get("bos_token")))
     if add_bos and not loaded.bos:
-        raise UserError(
-            f"{path}: has no beginning-of-text token, which add_bos = true needs: its post-processor adds none, and "
-            'tokenizer_config.json has no "bos_token"'
-        )
+        why = 'its post-processor adds none, and tokenizer_config.json has no "bos_token"'
+        raise UserError(f"{path}: has no beginning-of-text token, which add_bos = true needs: {why}")
     return loaded if add_bos is None else loaded._replace(add_bos=add_bos)
 
 

@@ -52,18 +52,13 @@ class Item(NamedTuple):
     expert: int | None = None  # the part of a stack in the model; None: the whole tensor
 
     @property
-    def ours(self) -> tuple[str, ...]:
-        return tuple(self.parts)
-
-    @property
     def bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def joined(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The tensor, contiguous. tensors: those of the model, by name."""
-        found = {
-            part: tensors[name] if self.expert is None else tensors[name][self.expert] for name, part in self.parts.items()
-        }
+        mine = ... if self.expert is None else self.expert
+        found = {part: tensors[name][mine] for name, part in self.parts.items()}
         if (whole := found.get(TensorPart(self.theirs))) is not None:
             assert (tuple(whole.shape), whole.dtype) == (self.shape, self.dtype), self
             return whole.contiguous()
@@ -134,9 +129,7 @@ class Exported:
         loaded = open_tokenizer(self.assets)
         if trained_with not in (None, tokenizer_digest(loaded)):
             which = self.assets or "the default one of this installation"
-            raise UserError(
-                f"{self.stored.source}: was trained with another tokenizer than {which}; name its folder with --assets"
-            )
+            raise UserError(f"{self.stored.source}: trained with another tokenizer than {which}; name its folder with --assets")
         return loaded
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -178,7 +171,7 @@ def export(
         exported = Exported(Stored(source, rank, world, average), dtype, assets, named)
         items = items_of(exported.shapes, their_names(exported.family, exported.shapes), exported.dtype_of)
         if odd := [item for item in items if item.dtype not in _CODES]:
-            lines = [f"{item.ours[0]}: is {item.dtype}, which the format does not support" for item in odd]
+            lines = [f"{next(iter(item.parts))}: is {item.dtype}, which the format does not support" for item in odd]
             raise UserError("\n".join(dict.fromkeys(lines)))
         tokenizer = exported.tokenizer()
         if rank == 0:
@@ -217,7 +210,7 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for ours, group in itertools.groupby(ordered, lambda item: item.ours):
+        for ours, group in itertools.groupby(ordered, lambda item: tuple(item.parts)):
             tensors = {name: read(name) for name in ours}
             for item in group:
                 file.write(item.joined(tensors).reshape(-1).view(torch.uint8).numpy().data)

@@ -98,10 +98,9 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
             named = [part_of(entry, part) for entry, part in zip(found, parts, strict=True)]
             weights.setdefault(first, []).append(Stack(tuple(named)) if stacked else named[0])
     ignored = [f"*{_COMPUTED}", *getattr(family.module, "unused_in_hf", lambda _: ())(family.config)]
-    others = sorted(
-        name for name in stored.keys() - known if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
-    )
-    problems += [f"{name}: in {stored[name].file.name}, but not in the model" for name in others]
+    for name in sorted(stored.keys() - known):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
+            problems.append(f"{name}: in {stored[name].file.name}, but not in the model")
     if problems:
         raise UserError(listed(f"{folder}: cannot be read as {family.module.__name__}:", problems))
     return weights

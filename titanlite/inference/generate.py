@@ -122,9 +122,8 @@ def _open_cache(model: Decoder, lengths: Sequence[int]) -> Cache:
 
 def _family_of(model: Decoder) -> str:
     """The module of the model's class; FSDP2 and others substitute subclasses of their own."""
-    return next(
-        kind.__module__ for kind in type(model).__mro__ if kind.__module__.partition(".")[0] not in ("torch", "titanlite")
-    )
+    modules = (kind.__module__ for kind in type(model).__mro__)
+    return next(name for name in modules if name.partition(".")[0] not in ("torch", "titanlite"))
 
 
 def _prefill(model: Decoder, texts: Sequence[Sequence[int]], cache: Cache, tp: int) -> None:
@@ -156,10 +155,8 @@ def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cac
     cache.real = real.to(device)
     hidden = model(tokens.to(device), SeqInfo(positions.to(device), cache=cache))
     if cache.empty:
-        raise UserError(
-            f"{_family_of(model)}: its layers keep nothing in seq.cache; use AttentionCore.core or "
-            "seq.cache.state (docs/reference/styles.md), or declare LIMITS = {'generates': False}"
-        )
+        remedy = "use AttentionCore.core or seq.cache.state (docs/reference/styles.md), or LIMITS = {'generates': False}"
+        raise UserError(f"{_family_of(model)}: its layers keep nothing in seq.cache; {remedy}")
     return hidden
 
 

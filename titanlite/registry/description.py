@@ -73,13 +73,6 @@ class _Rope(FileSchema):
     full_attention: "_Rope | None" = None
     sliding_attention: "_Rope | None" = None
 
-    @model_validator(mode="after")
-    def wavelengths_are_in_order(self) -> "_Rope":
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if low is not None and high is not None and low >= high:
-            raise ValueError(f"low_freq_factor = {low}: must be less than high_freq_factor = {high}")
-        return self
-
 
 _Modules = Annotated[list[str], Field(max_length=2**17)] | None
 _Side = Annotated[int, Field(gt=0, le=2**14)]  # of a block

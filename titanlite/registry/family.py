@@ -134,10 +134,8 @@ def trusted(config: Config, source: Path, named: str) -> Config:
     Raises UserError.
     """
     if not named and config.model.name not in family_names():
-        raise UserError(
-            f"{source}: its model is {config.model.name!r}, not a family of models/ ({', '.join(family_names())}); no code "
-            f"that a file names is run: if you trust that module, name it yourself: --model {config.model.name}"
-        )
+        remedy = f"no code that a file names is run: if you trust it, name it yourself: --model {config.model.name}"
+        raise UserError(f"{source}: its model is {config.model.name!r}, not a family of models/; {remedy}")
     return config.model_copy(update={"model": config.model.model_copy(update={"name": named or config.model.name})})
 
 

@@ -25,16 +25,12 @@ def no_generation(limits: Limits) -> str:
 
 def refused_dimensions(limits: Limits, degrees: dict[str, int]) -> dict[str, str]:
     """Of a mesh, such as {"tp": 2}, the dimensions on which a family cannot run, each with the reason."""
-    most = {
-        "tensor_parallel": limits.tensor_parallel,
-        "causal": None if limits.causal else 1,
-        "stages": None if limits.stages else 1,
+    refused = {
+        "tp": ("tensor_parallel", limits.tensor_parallel is not None and degrees.get("tp", 1) > limits.tensor_parallel),
+        "cp": ("causal", not limits.causal and degrees.get("cp", 1) > 1),
+        "pp": ("stages", not limits.stages and degrees.get("pp", 1) > 1),
     }
-    return {
-        dimension: _says(limits, name)
-        for dimension, name in (("tp", "tensor_parallel"), ("cp", "causal"), ("pp", "stages"))
-        if (ranks := most[name]) is not None and degrees.get(dimension, 1) > ranks
-    }
+    return {dimension: _says(limits, name) for dimension, (name, is_refused) in refused.items() if is_refused}
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
@@ -48,7 +44,6 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
     if config.validation.sample_prompts and (reason := no_generation(limits)):
         yield f"validation.sample_prompts: {name} {reason}; set it to []"
     if not limits.causal and training.document_policy != "pack" and not training.document_mask:
-        yield (
-            f'training.document_policy = "{training.document_policy}": {name} {_says(limits, "causal")}, so text would read '
-            'the padding behind it; use "pack", or "best_fit" with document_mask = true'
-        )
+        why = f"{name} {_says(limits, 'causal')}, so text would read the padding behind it"
+        remedy = 'use "pack", or "best_fit" with document_mask = true'
+        yield f'training.document_policy = "{training.document_policy}": {why}; {remedy}'

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from models.rope import SCALINGS
-from titanlite.config.read import suggest
+from titanlite.config.read import allowed, suggest
 from titanlite.ground.errors import UserError
 
 
@@ -91,8 +91,7 @@ def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[s
         faults.append(f"{shown}: TOML has no values of type {hint}; add a flavor to the family's file instead")
         return None
     except ValidationError as error:
-        allowed = " or ".join(entry["msg"].replace("Input should be ", "") for entry in error.errors())
-        faults.append(f"{shown}: must be {allowed}")
+        faults.append(f"{shown}: must be {allowed(list(error.errors()))}")
         return None
     if _is_number(found):
         # A flavor that has 0 or -1 shows that the family gives it a meaning.

@@ -67,9 +67,7 @@ def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
     parts = parts_of(config)
     for key, name in parts.items():
         if name not in named:
-            raise UserError(
-                f'{source}: {key} = "{name}": no code that a file names is run; if you trust it, name it yourself: --own {name}'
-            )
+            raise UserError(f'{source}: {key} = "{name}": no code that a file names is run; if you trust it: --own {name}')
     if unused := [name for name in named if name not in parts.values()]:
         raise UserError(f"--own {unused[0]}: {source} names no such part; remove the option")
 
@@ -87,8 +85,9 @@ def function_of(key: str, name: str, classes: bool = False) -> Callable[..., Any
     """The function that a key names, or a class where `classes`. Raises UserError that says what is wrong with it."""
     part = part_of(key, name)
     if not callable(part) or (isinstance(part, type) and not classes):
-        what, where = ("a class or a function" if classes else "a function"), _module(key, name).__file__
-        raise UserError(f'{key} = "{name}": must be {what}, and is {_kind(part)} ({where})')
+        what, kind = "a class or a function" if classes else "a function", type(part).__name__
+        found = "a class" if isinstance(part, type) else f"a value of type {kind}"
+        raise UserError(f'{key} = "{name}": must be {what}, and is {found} ({_module(key, name).__file__})')
     return part
 
 
@@ -186,10 +185,6 @@ _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWOR
 def _module(key: str, name: str) -> Any:
     dotted = name.partition(":")[0]
     return import_named(f'{key} = "{name}"', dotted, "it must be importable from here")
-
-
-def _kind(part: object) -> str:
-    return "a class" if isinstance(part, type) else f"a value of type {type(part).__name__}"
 
 
 def _hints(part: Callable[..., Any]) -> dict[str, Any]:

@@ -55,9 +55,7 @@ def _overrides(options: list[str]) -> dict[str, Any]:
     """The dimensions of --model.overrides.NAME VALUE. Raises UserError for any other option."""
     key = "--model.overrides"
     if other := [word for word in options if word.startswith("-") and not word.startswith((f"{key}.", f"{key}="))]:
-        raise UserError(
-            f"{', '.join(other)}: check-model has no other options than --rows and {key}.NAME VALUE, such as {key}.dim 512"
-        )
+        raise UserError(f"{', '.join(other)}: check-model has no other options than --rows and {key}.NAME VALUE")
     return read_config(None, options).model.overrides
 
 

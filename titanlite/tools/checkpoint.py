@@ -41,18 +41,12 @@ def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints that a folder is or holds, oldest first. Raises UserError where there is none."""
     if (folder / manifest.FILE).is_file() or folder.name in (step_folder(folder, s).name for s in list_steps(folder.parent)):
         return [folder]
-    for inside in _folders_in(folder):
+    run = folder / CONFIG
+    of_run = [folder / read_config(run, []).checkpoint.folder] if run.is_file() else []
+    for inside in [folder, *of_run]:
         if steps := list_steps(inside):
             return [step_folder(inside, step) for step in steps]
     raise UserError(f"{folder}: no checkpoint there, such as step-00000100" if folder.is_dir() else f"{folder}: no such folder")
-
-
-def _folders_in(folder: Path) -> Iterator[Path]:
-    """The folders that may hold the checkpoints: this one, and that of a run directory."""
-    yield folder
-    stored = folder / CONFIG
-    if stored.is_file():
-        yield folder / read_config(stored, []).checkpoint.folder
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

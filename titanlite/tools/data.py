@@ -26,7 +26,7 @@ from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.own import OwnSource
 from titanlite.data.samples import Rows
-from titanlite.data.sources import TokenSource, open_tokenizer
+from titanlite.data.sources import TokenSource, open_tokenizer, sections_of
 from titanlite.data.timeline import Timeline, stored
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.ground.errors import UserError, listed
@@ -79,10 +79,8 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
         names = {each["fingerprint"]: each["name"] for each in (*data.describe()["sources"], *found.numbers["data"]["sources"])}
         total = sum(share for _, share in segment.mixture)
         then = ", ".join(f"{names.get(name, name[:12])} {share / total:.2%}" for name, share in segment.mixture)
-        raise UserError(
-            f"step {step}: the run in {config.job.dump_folder} did this step with other sources, weights or "
-            f"training.global_batch_size, as {source} says: {segment.global_batch} sequences of {then}; give these"
-        )
+        what = f"the run in {config.job.dump_folder} did this step with other sources, weights or training.global_batch_size"
+        raise UserError(f"step {step}: {what}, as {source} says: {segment.global_batch} sequences of {then}; give these")
     return timeline
 
 
@@ -189,10 +187,9 @@ def _histogram(source: TokenSource) -> Iterator[str]:
 
 def _verify(words: list[str]) -> Iterator[str]:
     _, config, _ = _open(config_parser("data verify"), words)
-    sections = ["training", *(["validation"] if config.validation.enable else [])]
     rows = [
         each
-        for section in sections
+        for section in sections_of(config)
         for source in open_data(config, vocabulary_of(config.model), section).sources
         for each in source.rows
     ]
@@ -225,9 +222,8 @@ def _verify_file(rows: Rows, vocabulary: int, packed: bool, advance: Callable[[i
         wrong = (ids < 0) | (ids >= vocabulary)
         if wrong.any():
             at = int(wrong.argmax())
-            raise UserError(
-                f"{file.prefix}.bin: holds the id {ids[at]} at token {begin + at:,}, and the model's vocabulary is {vocabulary}"
-            )
+            what = f"{file.prefix}.bin: holds the id {ids[at]} at token {begin + at:,}"
+            raise UserError(f"{what}, and the model's vocabulary is {vocabulary}")
         if file.loss is not None:
             advance(len(file.loss[begin:end]))
         advance(ids.nbytes)

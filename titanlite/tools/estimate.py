@@ -31,14 +31,10 @@ def main() -> None:
     parser = config_parser("estimate", PREDICTED)
     parser.add_argument("--device-memory-gib", type=Real(1e-3, 1e6), default=80.0)
     parser.add_argument("--routing", choices=["balanced", "worst", "recorded"])
-    parser.add_argument(
-        "--trace", type=existing_path, metavar="RUN", help="with --routing recorded: a run's folder, or its routing.json"
-    )
+    parser.add_argument("--trace", type=existing_path, metavar="RUN", help="with --routing recorded: a run, or a routing.json")
     options, path, config = read_command(parser)
     if options.routing and config.parallelism.expert_parallel_degree == 1:
-        raise UserError(
-            f"--routing {options.routing}: has no effect unless parallelism.expert_parallel_degree > 1; leave the option out"
-        )
+        raise UserError(f"--routing {options.routing}: has no effect unless parallelism.expert_parallel_degree > 1")
     if (options.routing == "recorded") != (options.trace is not None):
         raise UserError("--routing recorded and --trace RUN: give both, or none of them")
     check(config, path, options.ranks, elsewhere=not torch.cuda.is_available())

@@ -57,9 +57,7 @@ def main() -> None:
     parser.add_argument("--model", type=nonempty, help="family or dotted module name (default: by config.json)")
     parser.add_argument("--ranks", type=LOCAL_RANKS, default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument("--upcycle-experts", type=WholeNumber(2, 2**14), metavar="N", help="make an MoE model of N experts")
-    parser.add_argument(
-        "--top-k", type=WholeNumber(1, 2**14), metavar="K", help="experts of a token (default: 2); with --upcycle-experts"
-    )
+    parser.add_argument("--top-k", type=WholeNumber(1, 2**14), metavar="K", help="experts of a token (default: 2)")
     parser.add_argument("--seed", type=SEED, metavar="S", help="of the routers (default: 0); with --upcycle-experts")
     options = parser.parse_args()
     upcycling = _upcycling(options)

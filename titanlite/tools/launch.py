@@ -43,8 +43,7 @@ def main() -> None:
         if config.job.print_config:
             print(to_toml(config), flush=True)
         launcher = Launcher(
-            Path(config.job.dump_folder),
-            lambda environment: server.start(run_rank, config, words, environment=environment),
+            Path(config.job.dump_folder), lambda environment: server.start(run_rank, config, words, environment=environment)
         )
         sys.exit(launch(layout, launcher, max(60.0, config.comm.train_timeout_seconds)))
     finally:

@@ -92,11 +92,9 @@ def open_model(
     take a checkpoint's EMA. Raises UserError for a damaged checkpoint or folder, and for a model whose dimensions have changed
     since.
     """
-    return (
-        _open_folder(source, device, dtype, assets, name)
-        if is_hf_folder(source)
-        else _open_checkpoint(source, device, dtype, assets, name, average)
-    )
+    if is_hf_folder(source):
+        return _open_folder(source, device, dtype, assets, name)
+    return _open_checkpoint(source, device, dtype, assets, name, average)
 
 
 def _open_checkpoint(

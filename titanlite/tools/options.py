@@ -68,13 +68,10 @@ def existing_path(word: str) -> Path:
 
 def existing_folder(word: str) -> Path:
     """The argparse type of a folder that exists."""
-    path = Path(nonempty(word))
-    try:
-        if path.is_dir():
-            return path
-    except OSError as error:  # a path that is too long
-        raise _wrong(word, f"cannot be read: {error.strerror}") from None
-    raise _wrong(word, "no such folder")
+    path = existing_path(word)
+    if not path.is_dir():
+        raise _wrong(word, "must be a folder")
+    return path
 
 
 def new_path(word: str) -> Path:

@@ -33,7 +33,7 @@ from titanlite.plan.job import errors_of, job_of
 from titanlite.plan.predict import predict
 from titanlite.plan.report import GIB
 from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_of, shares, why
-from titanlite.plan.time import Choice, Job
+from titanlite.plan.time import Job
 from titanlite.plan.timeline import events
 from titanlite.registry.family import family_of
 from titanlite.tools.options import LOCAL_RANKS, PREDICTED, Real, WholeNumber, config_parser, new_path, nonempty
@@ -145,7 +145,7 @@ def predicted(config: Config, ranks: int, device_type: str) -> int:
 
 def lines(winners: list[Winner], config: Config, job: Job, gpus: int, device: str, refused: int) -> list[str]:
     first = winners[0].candidate
-    rate = [_rate(job, each.candidate, gpus) for each in winners]
+    rate = [job.global_batch * job.seq_len / each.candidate.seconds.total / gpus for each in winners]
     flops = family_of(config.model).module.flops(family_of(config.model).config, job.seq_len)
     mfu = flops.palm * rate[0] / job.peak
     found = [f"{config.model.title} on {gpus} x {device}: seconds of a step, tokens per second and GPU, GiB of a rank"]
@@ -154,19 +154,12 @@ def lines(winners: list[Winner], config: Config, job: Job, gpus: int, device: st
         size = f"{winner.measured / GIB:.0f}" if winner.measured else f"about {candidate.memory / GIB:.0f}"
         numbers = f"{candidate.seconds.total:8.2f} s {speed:9,.0f} {size:>9} GiB"
         found.append(f"  {number}. {numbers}  {name_of(candidate.choice)}: {why(candidate)}")
-    found += [f"  the first: {_words(first.choice)}", f"  MFU {mfu:.1%} (attention counted the PaLM way); a step spends"]
+    words = " ".join(f"--{key} {value}" for key, value in keys_of(first.choice).items())
+    found += [f"  the first: {words}", f"  MFU {mfu:.1%} (attention counted the PaLM way); a step spends"]
     found += [f"    {share}" for share in shares(first.seconds)]
     if refused:
         found.append(f"  {refused} better candidates are refused by titanlite check, or do not fit by titanlite estimate")
     return [*found, f"  {_expected(job, device)}"]
-
-
-def _rate(job: Job, candidate: Candidate, gpus: int) -> float:
-    return job.global_batch * job.seq_len / candidate.seconds.total / gpus
-
-
-def _words(choice: Choice) -> str:
-    return " ".join(f"--{key} {value}" for key, value in keys_of(choice).items())
 
 
 def _expected(job: Job, device: str) -> str:
@@ -174,9 +167,7 @@ def _expected(job: Job, device: str) -> str:
     kind = job.shape.kind
     if (error := errors_of(job, device)) is None:
         return f"error: unknown, since no blind published run is of a {kind} model on {device}"
-    return (
-        f"error: {error[0]:.0%} on average, {error[1]:.0%} in the ninth decile, of published runs of {kind} models on {device}"
-    )
+    return f"error: {error[0]:.0%} on average, {error[1]:.0%} in the ninth decile, of published {kind} runs on {device}"
 
 
 def write(output: Path, base: str, keys: dict[str, int | str]) -> None:
@@ -189,7 +180,3 @@ def write(output: Path, base: str, keys: dict[str, int | str]) -> None:
             if where == section:
                 text.append(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}")
     output.write_text("\n".join(text) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

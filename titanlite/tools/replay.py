@@ -101,18 +101,16 @@ def setting_of(run: Path, step: int, named: str = "", own: Collection[str] = ())
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: there is no {CONFIG}: not the folder of a run")
-    config = trusted(read_config(str(run / CONFIG), []), run, named)
-    if numbers := saved_after(step, run / config.checkpoint.folder):
-        config = trusted(stored_config(numbers["config"], run), run, named)
-        check_trust(config, run, own)
-        return config, numbers["global_batch"]
+    config = read_config(str(run / CONFIG), [])
+    numbers = saved_after(step, run / config.checkpoint.folder) or {"global_batch": config.training.global_batch_size}
+    if "config" in numbers:
+        config = stored_config(numbers["config"], run)
+    config = trusted(config, run, named)
     check_trust(config, run, own)
-    if config.training.global_batch_size > 0:
-        return config, config.training.global_batch_size
-    try:
-        return config, latest_start(run)["global_batch"]
-    except KeyError:
-        raise UserError(f"{run / PROVENANCE}: does not contain the global batch size") from None
+    batch = numbers["global_batch"] if numbers["global_batch"] > 0 else latest_start(run).get("global_batch")
+    if batch is None:
+        raise UserError(f"{run / PROVENANCE}: does not contain the global batch size")
+    return config, batch
 
 
 def saved_after(step: int, saves: Path) -> dict[str, Any]:
@@ -199,10 +197,8 @@ def replay(
     timeline = progress.timeline.after(progress.step, route.rollbacks)
     began = stored(later, "the next checkpoint").at(step)[0].began if later else 0
     if began > timeline.at(step)[0].began:
-        raise UserError(
-            f"--step {step}: sources or weights changed after {began:,} samples, and the checkpoint there is gone or damaged; "
-            "from an earlier one, other samples would be read"
-        )
+        changed = f"sources or weights changed after {began:,} samples, and the checkpoint there is gone or damaged"
+        raise UserError(f"--step {step}: {changed}; from an earlier one, other samples would be read")
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
         raise UserError(f"--step {step}: this run started after step {progress.step}, as a branch of {given}")
@@ -253,9 +249,7 @@ def begin_before(
 def layer_norms(run: Run, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """Layer -> the L2 norm over its tensors, all their shards and all stages, summed in float64; all ranks together."""
     stages = run.mesh["pp"].size()
-    squares = {
-        name: local_part(tensor).double().square().sum() / (replication_factor(tensor) // stages) for name, tensor in tensors
-    }
+    squares = {name: local_part(t).double().square().sum() / (replication_factor(t) // stages) for name, t in tensors}
     sums = torch.stack([*squares.values()])
     dist.all_reduce(sums, group=stage_group(run.mesh))
     by_layer: dict[str, float] = {}
@@ -312,9 +306,8 @@ def _on_rank(device: torch.device, config: Config, run: Path, step: int, route: 
     if config.training.deterministic:
         process.use_deterministic_algorithms()
     mesh = build_mesh(resolve_degrees(config.parallelism, dist.get_world_size()), device.type)
-    return describe(
-        replay(config, run, route, step, open_data(config, vocabulary_of(config.model)), mesh, device), run, route, config, mesh
-    )
+    replayed = replay(config, run, route, step, open_data(config, vocabulary_of(config.model)), mesh, device)
+    return describe(replayed, run, route, config, mesh)
 
 
 def main() -> None:

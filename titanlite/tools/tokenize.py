@@ -29,7 +29,18 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("titanlite").setLevel(logging.INFO)
     try:
-        manifest = _tokenize(options)
+        manifest = prepare(
+            options.input,
+            options.output,
+            load_tokenizer(str(options.tokenizer), "--tokenizer", options.add_bos),
+            text_key=options.text_key,
+            append_eos=options.append_eos,
+            workers=options.workers,
+            shard_tokens=options.shard_tokens,
+            on_error=options.on_error,
+            best_fit=options.best_fit,
+            chat=load_template(str(options.tokenizer)),
+        )
     except BadDocument as error:
         raise UserError(f"{error}\n--on-error skip skips such entries, lists them, and continues from here") from None
     except KeyboardInterrupt:
@@ -45,25 +56,13 @@ def _parse() -> argparse.Namespace:
              ".tsv and .parquet hold one document per line, entry or row, a file of text or source code is one")  # fmt: skip
     add("--output", required=True, type=new_path, metavar="DIR", help="a new folder")
     add("--tokenizer", required=True, type=existing_folder, metavar="PATH", help="a folder with tokenizer.json")
-    add(
-        "--workers",
-        type=WholeNumber(1, 1024),
-        default=_processors(),
-        metavar="N",
-        help="processes (default: one per processor)",
-    )
+    add("--workers", type=WholeNumber(1, 1024), default=_processors(), metavar="N", help="(default: one per processor)")
     add("--text-key", type=nonempty, default="text",
         help='the key or column of the text (default: "text", or "messages" for a chat)')  # fmt: skip
     add("--add-bos", action=argparse.BooleanOptionalAction, help="begin each document with the beginning-of-text token of the "
         "tokenizer, as training.add_bos (default: as the tokenizer does it by itself)")  # fmt: skip
     add("--append-eos", action="store_true", help="append the end-of-text id to each text")
-    add(
-        "--shard-tokens",
-        type=WholeNumber(1, 10**12),
-        default=10**9,
-        metavar="N",
-        help="tokens per shard at most (default: 1e9)",
-    )
+    add("--shard-tokens", type=WholeNumber(1, 10**12), default=10**9, metavar="N", help="at most (default: 1e9)")
     add("--on-error", choices=("fail", "skip"), default="fail",
         help="what to do with an entry that is not a document (default: fail); skipped ones are listed")  # fmt: skip
     add("--best-fit", type=WholeNumber(2, 2**24), metavar="SEQ_LEN", help="also pack each shard for samples of this length")
@@ -72,21 +71,6 @@ def _parse() -> argparse.Namespace:
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _tokenize(options: argparse.Namespace) -> dict[str, Any]:
-    return prepare(
-        options.input,
-        options.output,
-        load_tokenizer(str(options.tokenizer), "--tokenizer", options.add_bos),
-        text_key=options.text_key,
-        append_eos=options.append_eos,
-        workers=options.workers,
-        shard_tokens=options.shard_tokens,
-        on_error=options.on_error,
-        best_fit=options.best_fit,
-        chat=load_template(str(options.tokenizer)),
-    )
 
 
 def _report(manifest: dict[str, Any], options: argparse.Namespace) -> None:

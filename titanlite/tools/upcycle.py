@@ -56,12 +56,9 @@ def moe_of(dense: Recognized, wanted: Upcycling) -> Upcycled:
         config = module.Config(**kept, expert_dim=values["ffn_dim"], n_experts=wanted.n_experts, top_k=wanted.top_k)
     except ValueError as error:
         raise UserError(f"--upcycle-experts {wanted.n_experts} --top-k {wanted.top_k}: {error}") from None
-    flavor, overrides = min(((name, _difference(base, config)) for name, base in module.FLAVORS.items()), key=_length)
+    candidates = ((name, _difference(base, config)) for name, base in module.FLAVORS.items())
+    flavor, overrides = min(candidates, key=lambda found: len(found[1]))
     return Upcycled(name, flavor, overrides, Family(module, config))
-
-
-def _length(candidate: tuple[str, dict[str, Any]]) -> int:
-    return len(candidate[1])
 
 
 def _difference(base: Any, config: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config import effects
 from titanlite.config.effects import Hardware
@@ -27,8 +26,7 @@ from titanlite.data.mixture import open_data
 from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
-from titanlite.parallel import context, expert, pipeline
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of, ranks_of
+from titanlite.parallel.mesh import parts_of, ranks_of
 from titanlite.registry import own
 from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.registry.limits import refused_dimensions
@@ -40,10 +38,12 @@ from titanlite.verify.compare import (
     batches_of,
     begin,
     compare,
+    mesh_of,
     meshes_of,
     on_mesh,
     record,
     replaced,
+    unsplittable,
 )
 from titanlite.verify.rounding import FLOAT64, gradients_in_float64, in_order, noise_of, settle, tolerances
 from titanlite.verify.small_runs import describe
@@ -115,16 +115,12 @@ def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int]) 
         raise UserError(f"mesh {_name(degrees)}: {error}") from None
 
 
-def _mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
-    return build_mesh({name: degrees.get(name, 1) for name in DIMENSIONS}, device.type)
-
-
 def _record(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    return record(config, open_data(config, vocabulary_of(config.model)), _mesh(device, degrees), device)
+    return record(config, open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees), device)
 
 
 def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    data, mesh = open_data(config, vocabulary_of(config.model)), _mesh(device, degrees)
+    data, mesh = open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees)
     trajectory = record(config, data, mesh, device)
     batch = next(iter(batches_of(config, data, mesh)))
     return in_order(trajectory, noise_of(lambda: begin(config, mesh, device), batch))
@@ -132,16 +128,14 @@ def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, 
 
 def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) -> dict[str, Tensor]:
     """The gradients of the first step, in float64."""
-    config, data, mesh = replaced(config, **FLOAT64), open_data(config, vocabulary_of(config.model)), _mesh(device, degrees)
+    config, data, mesh = replaced(config, **FLOAT64), open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees)
     return gradients_in_float64(lambda: begin(config, mesh, device), lambda _: iter(batches_of(config, data, mesh)))
 
 
 def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     parser = command_parser("verify", __doc__)
     parser.add_argument("config", type=nonempty)
-    parser.add_argument(
-        "--mesh", type=nonempty, action="append", help="1, or degrees: dp_shard=2,tp=2 (default: meshes of check-model)"
-    )
+    parser.add_argument("--mesh", type=nonempty, action="append", help="1, or dp_shard=2,tp=2 (default: those of check-model)")
     parser.add_argument("--steps", type=STEPS, default=5, help="(default: 5)")
     parser.add_argument("--flavor", type=nonempty)
     known, options = parser.parse_known_args(words)
@@ -153,9 +147,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     if known.mesh is not None and len(known.mesh) < 2:
         raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2")
     if known.mesh is not None and _degrees(known.mesh[0]).get("pp", 1) > 1:
-        raise UserError(
-            f'--mesh "{known.mesh[0]}": the first mesh is the reference, which has no pipeline; begin with --mesh 1'
-        )
+        raise UserError(f'--mesh "{known.mesh[0]}": the first mesh, the reference, has no pipeline; begin with --mesh 1')
     float32 = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float32")
     config = replaced(
         config,
@@ -174,15 +166,13 @@ def _default_meshes(config: Config) -> list[dict[str, int]]:
     """One process, and the meshes of check-model on which the model can run."""
     family = family_of(config.model)
     model = family.on_meta()
-    refused = {*refused_dimensions(model.limits, dict.fromkeys(DEGREES, 2))}
-    refused |= {"cp"} if context.unsplittable(model) else set()
-    if expert.unsplittable(model, 2) or isinstance(config.parallelism.fsdp_reshard_after_forward, int):
-        refused.add("ep")
-    if config.activation_checkpoint.sequence_chunks > 1:
-        refused.add("tp")
-    if pipeline.unsplittable(family, 2) or config.distillation.teacher or config.training.predict_further:
-        refused.add("pp")
-    return [{}, *(degrees for degrees in meshes_of(model).values() if refused.isdisjoint(degrees))]
+    refused = {
+        "ep": isinstance(config.parallelism.fsdp_reshard_after_forward, int),
+        "tp": config.activation_checkpoint.sequence_chunks > 1,
+        "pp": bool(config.distillation.teacher) or config.training.predict_further > 0,
+    } | dict.fromkeys(refused_dimensions(model.limits, dict.fromkeys(DEGREES, 2)), True)
+    possible = [degrees for degrees in meshes_of(model).values() if not any(refused.get(name) for name in degrees)]
+    return [{}, *(degrees for degrees in possible if not unsplittable(family, model, degrees))]
 
 
 def _degrees(text: str) -> dict[str, int]:

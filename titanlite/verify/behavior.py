@@ -210,10 +210,8 @@ def document_faults(family: Family) -> list[str]:
     }
     if wrong := first_wrong(packed, expected, torch.ones(1, SEQ_LEN, dtype=torch.bool)):
         number = int(_documents()[0, wrong.position])
-        return [
-            f"document {number} of a packed row changes {wrong}, compared with the document alone; use seq.documents, or raise "
-            "NotImplementedError where it is not None"
-        ]
+        advice = "use seq.documents, or raise NotImplementedError where it is not None"
+        return [f"document {number} of a packed row changes {wrong}, compared with the document alone; {advice}"]
     return []
 
 

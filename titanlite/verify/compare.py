@@ -28,9 +28,10 @@ from titanlite.loop.own_code import OwnCode
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.fsdp import GradientSync
-from titanlite.parallel.mesh import data_degree, data_rank, parts_of, ranks_of, rng_rank
-from titanlite.registry.family import family_of
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, parts_of, ranks_of, rng_rank
+from titanlite.registry.family import Family, family_of
 
 # mesh dimension -> its key in [parallelism]
 DEGREES = {
@@ -56,6 +57,22 @@ EVERY_MESH = MESHES | {"experts 2": {"dp_shard": 2, "ep": 2}}  # the further one
 def meshes_of(model: nn.Module) -> dict[str, dict[str, int]]:
     """The meshes of `check-model` for a model."""
     return EVERY_MESH if experts_of(model) else MESHES
+
+
+def unsplittable(family: Family, model: Decoder, degrees: dict[str, int]) -> str:
+    """Why parallelism refuses a model on a mesh, which its family does not declare out of reach; "" if it does not."""
+    if "cp" in degrees and (reason := context.unsplittable(model)):
+        return f"{reason}; context parallelism refuses this model"
+    if "ep" in degrees and (reason := expert.unsplittable(model, degrees["ep"])):
+        return f"the model has {reason}; expert parallelism refuses it"
+    if "pp" in degrees and (reason := pipeline.unsplittable(family, degrees["pp"])):
+        return f"{reason}; pipeline parallelism refuses this model"
+    return ""
+
+
+def mesh_of(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
+    """The mesh of these degrees, those that are not 1; all ranks together."""
+    return build_mesh({name: degrees.get(name, 1) for name in DIMENSIONS}, device.type)
 
 
 # ------------------------------------------------------------------------------------------------------------------ runs
@@ -174,10 +191,8 @@ def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
     moments = [value for state in run.optimizer.state.values() for value in state.values()]
     dtypes = {tensor.dtype for tensor in [*run.model.parameters(), *gradients.values(), *moments]}
     updates = {name: whole(p) - weights[name] for name, p in run.model.named_parameters() if p.requires_grad}
-    updates = run.of_all_stages(updates)
-    return Trajectory(
-        weights, global_batches, [s.loss or 0.0 for s in steps], [s.norm for s in steps], gradients, dtypes, updates
-    )
+    losses, norms = [each.loss or 0.0 for each in steps], [each.norm for each in steps]
+    return Trajectory(weights, global_batches, losses, norms, gradients, dtypes, run.of_all_stages(updates))
 
 
 def whole(tensor: Tensor) -> Tensor:

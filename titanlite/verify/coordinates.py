@@ -5,6 +5,7 @@ Yang et al., "Tensor Programs V", arXiv:2203.03466, appendix D.1. The models tra
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
@@ -40,9 +41,7 @@ class Measured(NamedTuple):
         sizes = self.sizes[name][step]
         if not all(math.isfinite(size) and size > 0 for size in sizes):
             return math.inf
-        x, y = ([math.log(value) for value in values] for values in (self.widths, sizes))
-        middle, mean = sum(x) / len(x), sum(y) / len(y)
-        return sum((a - middle) * (b - mean) for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+        return statistics.linear_regression([*map(math.log, self.widths)], [*map(math.log, sizes)]).slope
 
 
 def at_width(family: Family, factor: float) -> Family:
@@ -50,32 +49,29 @@ def at_width(family: Family, factor: float) -> Family:
     fields = {field.name: getattr(family.config, field.name) for field in dataclasses.fields(family.config)}
     wider = {name: fields[name] * factor for name in _WIDTHS if fields.get(name)}
     if broken := [name for name, value in wider.items() if value < 1 or value % 1]:
-        raise UserError(
-            f"{', '.join(broken)}: cannot be {factor:g} times as large; choose another flavor, or --model.overrides"
-        )
+        raise UserError(f"{', '.join(broken)}: cannot be {factor:g} times as large; name another flavor, or --model.overrides")
     overrides: dict[str, Any] = {name: int(value) for name, value in wider.items()} | {"vocab_size": VOCABULARY}
     config = overridden(family.config, overrides, [family.config], family.module.__name__)
     return Family(family.module, config)
 
 
-def measure(family: Family, rate: float = RATE) -> Measured:
+def measure(family: Family) -> Measured:
     """Trains the family at each width for STEPS steps of AdamW on the CPU. Raises UserError for sizes that do not divide."""
     wider = [at_width(family, factor) for factor in FACTORS]
-    runs = [[_sizes_of(each, seed, rate) for seed in range(SEEDS)] for each in wider]
+    runs = [[_sizes_of(each, seed) for seed in range(SEEDS)] for each in wider]
     names = list(runs[0][0])
-    sizes = {
-        name: [[sum(run[name][step] for run in seeds) / SEEDS for seeds in runs] for step in range(STEPS + 1)] for name in names
-    }
+    steps = range(STEPS + 1)
+    sizes = {name: [[sum(run[name][step] for run in seeds) / SEEDS for seeds in runs] for step in steps] for name in names}
     return Measured([each.config.dim for each in wider], names, sizes)
 
 
-def _sizes_of(family: Family, seed: int, rate: float) -> dict[str, list[float]]:
+def _sizes_of(family: Family, seed: int) -> dict[str, list[float]]:
     """The mean absolute output of each block, and of the logits, before each step and after the last."""
     model = family.on_meta()
     initialize(model, family, seed, torch.device("cpu"))
-    optimizer = build_optimizer(model, Optimizer(lr=rate, weight_decay=0.0, implementation="for-loop"))
+    optimizer = build_optimizer(model, Optimizer(lr=RATE, weight_decay=0.0, implementation="for-loop"))
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_factor"]
+        group["lr"] = RATE * group["lr_factor"]
     tokens = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     sizes: dict[str, list[float]] = {}
@@ -138,9 +134,7 @@ def picture(measured: Measured) -> str:
         for step, color in enumerate(_COLORS)
     )
     paper = f'<rect width="{count * width}" height="{height + 26}" fill="#ffffff"/>'
-    head = (
-        f'viewBox="0 0 {max(count * width, 520)} {height + 26}" font-family="DejaVu Sans, Verdana, sans-serif" font-size="11"'
-    )
+    head = f'viewBox="0 0 {max(count * width, 520)} {height + 26}" font-family="DejaVu Sans, sans-serif" font-size="11"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {head} role="img">', paper, *shapes, legend, "</svg>"]) + "\n"
 
 

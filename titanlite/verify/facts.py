@@ -42,17 +42,15 @@ def size_of(family: Family) -> int:
 
 def construction_faults(family: Family) -> list[str]:
     model = family.on_meta()
-    faults = [
-        f"Model lacks {part}; models/llama3.py shows it" for part in ("embed", "layers", "head") if not hasattr(model, part)
-    ]
+    lacking = [part for part in ("embed", "layers", "head") if not hasattr(model, part)]
+    faults = [f"Model lacks {part}; models/llama3.py shows it" for part in lacking]
     for name, parameter in model.named_parameters():
         if not parameter.is_meta or parameter.dtype != torch.float32:
             faults.append(f"{every_layer(name)} is {parameter.dtype} on {parameter.device}, and must be float32 on meta")
     for path, module in model.named_modules():
         for key in (key for key, value in vars(module).items() if isinstance(value, Tensor)):
-            faults.append(
-                f"{every_layer(f'{path}.{key}')} is a tensor but no parameter, and is lost on meta: compute it in forward"
-            )
+            name = every_layer(f"{path}.{key}")
+            faults.append(f"{name} is a tensor but no parameter, and is lost on meta: compute it in forward")
     return list(dict.fromkeys(faults))
 
 
@@ -94,11 +92,8 @@ def constructor_faults(family: Family) -> list[str]:
             fill(initial, name, distributions[name], 0)
             if not _explains(distributions[name], initial[~empty], values[~empty]):
                 lost[every_layer(name)] = distributions[name]
-    return [
-        f"{name}: what the constructor sets is lost on meta, and initial makes it {distribution}; give initial an entry "
-        "for it, or compute it in forward"
-        for name, distribution in lost.items()
-    ]
+    lines = [f"{name}: what the constructor sets is lost on meta, and initial makes it {lost[name]}" for name in lost]
+    return [f"{line}; give initial an entry for it, or compute it in forward" for line in lines]
 
 
 class _NoDefaults(TorchFunctionMode):

@@ -5,7 +5,6 @@ effect, because a norm follows; float32 rounding then changes its gradient by a 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,13 +56,9 @@ def noise_of(build: Build, batch: Batch) -> dict[str, float]:
         _perturb(run.model, seed)
         noise = {name: max(noise[name], size) for name, size in change(run, batch).items()}
     most = {name: max(FLOAT32, MARGIN * size) for name, size in noise.items()}
-    for other in (_each(batch, lambda rows: rows.flatten(0, 1).flip(0).view_as(rows)), _each(batch, _split)):
+    for other in (batch.each(lambda rows: rows.flatten(0, 1).flip(0).view_as(rows)), batch.each(_split)):
         noise = {name: max(noise[name], size if size <= most[name] else 0.0) for name, size in change(build(), other).items()}
     return noise
-
-
-def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    return Batch(change(batch.tokens), *(None if rows is None else change(rows) for rows in batch[1:]))
 
 
 def _split(rows: Tensor) -> Tensor:
@@ -126,23 +121,16 @@ class _Widened(TorchFunctionMode):
         return function(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
 
 
-@contextmanager
-def float64_default() -> Iterator[None]:
-    """New tensors, such as buffers, are float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def gradients_in_float64(build: Build, batches: Callable[[Run], Iterator[Batch]]) -> dict[str, Tensor]:
     """The gradients of the first batch, in float64. build: makes a run whose configuration has the keys FLOAT64."""
-    with float64_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of new tensors, such as buffers
+    try:
         run = build()
         with _Widened():
             return gradients(run, next(iter(batches(run))))
+    finally:
+        torch.set_default_dtype(before)
 
 
 def settle(

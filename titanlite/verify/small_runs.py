@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from models.blocks import Normal, Uniform
@@ -31,7 +30,7 @@ from titanlite.ground.torch_private import AnyDropout
 from titanlite.launch.local_ranks import describe_error
 from titanlite.loop.loss import sequence_of
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, parts_of
+from titanlite.parallel.mesh import data_degree, data_rank, parts_of
 from titanlite.registry.family import Family, family_of
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
@@ -44,6 +43,7 @@ from titanlite.verify.compare import (
     Trajectory,
     begin,
     everywhere,
+    mesh_of,
     on_mesh,
     record_run,
     relative_difference,
@@ -66,9 +66,9 @@ class Trained(NamedTuple):
 
     trajectory: Trajectory
     faults: list[str]  # that need no comparison with another run
+    buffers: "Buffers"
     unreadable: str = ""  # why the checkpoint could not be loaded
     stored: dict[str, str] | None = None  # tensor's name -> digest, of the checkpoint that was written
-    buffers: "Buffers | None" = None
 
 
 class Buffers(NamedTuple):
@@ -115,8 +115,7 @@ def train_small(
     saves: a folder of checkpoints. The run then loads the one of `step`, if there is any, and writes the next one. drops: with
     dropout.
     """
-    mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-    build = _builder(model, sections, degrees, mesh, device)
+    build = _builder(model, sections, degrees, device)
     run = build()
     if drops:
         drop_inputs(run.model)
@@ -130,34 +129,30 @@ def train_small(
     if run.config.compile.enable:
         faults += _recompilations(run)
     if saves is None:
-        return Trained(trajectory, faults, buffers=buffers)
+        return Trained(trajectory, faults, buffers)
     tensors = run_tensors(run.model, run.optimizer, None)
     if step:
         source = step_folder(saves, step)
         try:
             load_tensors(source, verified(source), tensors, elsewhere=everywhere(run.model, dict.fromkeys(tensors)))
         except UserError as error:  # on all ranks
-            return Trained(trajectory, faults, unreadable=str(error), buffers=buffers)
+            return Trained(trajectory, faults, buffers, unreadable=str(error))
     _save(saves, step + 1, tensors)
-    return Trained(trajectory, faults, stored=everywhere(run.model, _digests(tensors)), buffers=buffers)
+    digests = {name: _digest(whole(tensor)) for name, tensor in tensors.items()}
+    return Trained(trajectory, faults, buffers, stored=everywhere(run.model, digests))
 
 
 def gradients_small(
     device: torch.device, model: Model, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
 ) -> dict[str, Tensor]:
     """The gradients of the first step of `train_small`, in float64."""
-    mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-    return gradients_in_float64(_builder(model, sections | FLOAT64, degrees, mesh, device), random_batches)
+    return gradients_in_float64(_builder(model, sections | FLOAT64, degrees, device), random_batches)
 
 
 def _builder(
-    model: Model,
-    sections: dict[str, dict[str, Any]],
-    degrees: dict[str, int],
-    mesh: DeviceMesh,
-    device: torch.device,
+    model: Model, sections: dict[str, dict[str, Any]], degrees: dict[str, int], device: torch.device
 ) -> Callable[[], Run]:
-    config = small_config(model)
+    config, mesh = small_config(model), mesh_of(device, degrees)
     if degrees:
         # Several microbatches on each mesh. Under tensor parallelism they have several rows, which on slices are no sequences.
         rows = GLOBAL_BATCH // 2 if degrees.get("tp", 1) > 1 and parts_of(degrees) == 1 else 1
@@ -165,7 +160,8 @@ def _builder(
     config = replaced(on_mesh(config, degrees, GLOBAL_BATCH), **sections)
 
     def build() -> Run:
-        run = begin_small(config, mesh, device)
+        run = begin(config, mesh, device)
+        make_sensitive(run.model, family_of(config.model), config.training.seed)
         if degrees and isinstance(run.model.head, Head):
             run.model.head.sizes = SIZES["cpu"]._replace(logits=_CHUNK * run.model.head.vocab_size)
         return run
@@ -196,8 +192,7 @@ def _buffers(model: nn.Module, before: dict[str, Tensor]) -> Buffers:
 def forgotten_buffers(buffers: Buffers) -> list[str]:
     """Buffers that training changes and that a checkpoint lacks."""
     return [
-        f"{name} changes in training, and is not in checkpoints: a resumed run begins with its initial value; remove "
-        "persistent=False"
+        f"{name} changes in training, and is not in checkpoints: a resumed run loses it; remove persistent=False"
         for name, value in buffers.after.items()
         if name not in buffers.stored and not torch.equal(value, buffers.before[name])
     ]
@@ -311,14 +306,9 @@ def describe(comparison: Comparison) -> list[str]:
 
 def small_config(model: Model) -> Config:
     """A few short steps. Attention stays inside documents, unless the family refuses that."""
-    training = {"seq_len": SEQ_LEN, "steps": STEPS, "global_batch_size": GLOBAL_BATCH, "local_batch_size": GLOBAL_BATCH}
-    config = Config.model_validate(
-        {
-            "model": model.model_dump(),
-            "training": {**training, "mixed_precision_param": "float32"},
-            "lr_scheduler": {"warmup_steps": 1},
-        }
-    )
+    training: dict[str, Any] = {"seq_len": SEQ_LEN, "steps": STEPS, "mixed_precision_param": "float32"}
+    training |= {"global_batch_size": GLOBAL_BATCH, "local_batch_size": GLOBAL_BATCH}
+    config = Config.model_validate({"model": model.model_dump(), "training": training, "lr_scheduler": {"warmup_steps": 1}})
     routers = routers_of(family_of(config.model).on_meta())
     if any(router.bias is not None for router in routers):
         # It depends on counts of all ranks. Losses of the routers would hide that no other gradient reaches them.
@@ -336,13 +326,6 @@ def takes_documents(family: Family) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def begin_small(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
-    """A run as any other, with a model that hides no fault."""
-    run = begin(config, mesh, device)
-    make_sensitive(run.model, family_of(config.model), config.training.seed)
-    return run
 
 
 def make_sensitive(model: Decoder, family: Family, seed: int) -> None:
@@ -410,10 +393,6 @@ def _save(saves: Path, step: int, tensors: dict[str, Tensor]) -> None:
     saver.finish()
     for name, tensor in tensors.items():
         local_part(tensor).copy_(own[name])
-
-
-def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
-    return {name: _digest(whole(tensor)) for name, tensor in tensors.items()}
 
 
 def _digest(tensor: Tensor) -> str:

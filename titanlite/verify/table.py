@@ -15,13 +15,12 @@ from torch import Tensor
 from titanlite.config.schema import Model
 from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
-from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import Family
 from titanlite.registry.overrides import overridden
 from titanlite.transforms.activation_checkpoint import unchunkable
 from titanlite.verify import behavior, facts
-from titanlite.verify.compare import EVERY_MESH, MESHES, compare, meshes_of
+from titanlite.verify.compare import EVERY_MESH, MESHES, compare, meshes_of, unsplittable
 from titanlite.verify.facts import SMALL, size_of
 from titanlite.verify.limits import Declared, refused_generation, refused_mesh
 from titanlite.verify.rounding import in_order, settle, tolerances
@@ -129,10 +128,8 @@ def rows_of(
             checks = [Check(BUILT, partial(over_flavors, families, facts.construction_faults))]
             checks += [Check(row, list, (BUILT,)) for row in ROWS if row != BUILT and (row in MESHES or row not in EVERY_MESH)]
         else:
-            model, trained = (
-                Model(name=name, flavor=small, overrides=overrides or {}),
-                family_of_flavor(name, module, small, overrides),
-            )
+            model = Model(name=name, flavor=small, overrides=overrides or {})
+            trained = family_of_flavor(name, module, small, overrides)
             checks = _checks_on_meta(model, families, trained, table)
             checks += _checks_in_training(model, trained, Path(folder) / "checkpoint", table, selected)
         needed = {*selected} or {check.name for check in checks}
@@ -202,7 +199,7 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
     def train_alone() -> list[str]:
         nonlocal alone
         alone = run(train_small, {}, {}, saves)
-        assert alone is not None and alone.buffers is not None
+        assert alone is not None
         unsteady.extend(forgotten_buffers(alone.buffers))
         table.notes.extend(tolerances(compare(alone.trajectory, alone.trajectory)))
         return alone.faults
@@ -214,7 +211,7 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
     def differences(
         trained: Trained, reference: Trained | None, name: str, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
     ) -> list[str]:
-        assert reference is not None and reference.buffers is not None and trained.buffers is not None
+        assert reference is not None
         unsteady.extend(f"{name}: {fault}" for fault in buffer_differences(trained.buffers, reference.buffers))
         comparison = compare(trained.trajectory, reference.trajectory)
         if not comparison.undecided:
@@ -255,12 +252,8 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
         assert alone is not None and alone.stored is not None
         if text := refused_mesh(model, family, degrees):
             raise Declared(text)
-        if "cp" in degrees and (reason := context.unsplittable(whole)):
-            raise NotRun(f"{reason}; context parallelism refuses this model")
-        if "ep" in degrees and (reason := expert.unsplittable(whole, degrees["ep"])):
-            raise NotRun(f"the model has {reason}; expert parallelism refuses it")
-        if "pp" in degrees and (reason := pipeline.unsplittable(family, degrees["pp"])):
-            raise NotRun(f"{reason}; pipeline parallelism refuses this model")
+        if reason := unsplittable(family, whole, degrees):
+            raise NotRun(reason)
         trained = run(train_small, {}, degrees, saves, step)
         faults = damage(trained, alone.stored)
         loaded.append(mesh)
@@ -349,7 +342,5 @@ def choose_small(name: str, module: ModuleType, flavors: list[str], overrides: d
     for flavor in [*(flavors if len(flavors) == 1 else []), "debug", smallest]:
         if sizes.get(flavor, SMALL) < SMALL:
             return flavor
-    raise UserError(
-        f"{name}: its smallest flavor, {smallest}, has {sizes[smallest]:,} parameters; give FLAVORS one of fewer than "
-        f'{SMALL:,}, such as the "debug" of models/llama3.py, for the checks that train'
-    )
+    needed = f'checks that train need one of fewer than {SMALL:,}, such as the "debug" of models/llama3.py'
+    raise UserError(f"{name}: its smallest flavor, {smallest}, has {sizes[smallest]:,} parameters; {needed}")

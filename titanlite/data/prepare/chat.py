@@ -8,6 +8,7 @@ Nothing here imports torch, so that worker processes start fast.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 from bisect import bisect_left, bisect_right
@@ -111,10 +112,8 @@ class ChatTemplate:
                 raise ValueError(f'message {number}: "content" must be a string or a list of text parts, not {content!r}')
             for part in content if isinstance(content, list) else []:
                 if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                    raise ValueError(
-                        f'message {number}: a part of "content" must be {{"type": "text", "text": "..."}}, since models here '
-                        f"read only text, not {json.dumps(part)[:_SHOWN]}"
-                    )
+                    what = '{"type": "text", "text": "..."}, since models here read only text'
+                    raise ValueError(f'message {number}: a part of "content" must be {what}, not {json.dumps(part)[:_SHOWN]}')
             if (weight := message.get("weight")) is not None and weight not in (0, 1):
                 raise ValueError(f'message {number}: "weight" must be 0 or 1, not {weight!r}')
             if weight and message["role"] != "assistant":
@@ -178,9 +177,7 @@ class ChatTemplate:
                 said = "".join(text[start:end] for start, end in of_turn) if one_each else ""
                 self._refuse_unrendered(messages, tools, number, text, said)
                 if not of_turn:
-                    raise ValueError(
-                        f"the generation tags of the chat template enclose no text of message {number + 1}, or of one before it"
-                    )
+                    raise ValueError(f"the generation tags enclose no text of message {number + 1}, or of one before it")
                 kept += of_turn
         return text, kept
 
@@ -193,9 +190,7 @@ class ChatTemplate:
                 spans.append((len(text), len(text) + len(said)))
             text += said + rest
         if text != self._render(messages, tools):
-            raise ValueError(
-                "the chat template changes the text between its generation tags; the tags must print it themselves"
-            )
+            raise ValueError("the chat template changes the text between its generation tags, which must print it themselves")
         return text, spans
 
     def _by_prefixes(self, messages: list[dict[str, Any]], tools: Any, learned: list[int]) -> tuple[str, _Spans]:
@@ -213,9 +208,7 @@ class ChatTemplate:
                 raise ValueError(f"the chat template rewrites message {number + 1} when others follow; {_USE_TAGS}")
             header = isinstance(content, str) and not said.lstrip().startswith(content.strip())
             if header and before == self._render(messages[:number], tools):
-                raise ValueError(
-                    f"the chat template ignores add_generation_prompt, so headers cannot be recognized; {_USE_TAGS}"
-                )
+                raise ValueError(f"the template ignores add_generation_prompt, so headers cannot be recognized; {_USE_TAGS}")
             # The text after the token that ends the turn, often a newline, is the template's.
             if said.rstrip().endswith(tuple(self._special.values())):
                 said = said.rstrip()
@@ -233,10 +226,8 @@ class ChatTemplate:
                 continue
             others = [*messages[:number], {**messages[number], key: type(value)()}, *messages[number + 1 :]]
             if self._is_same_without(others, tools, text):
-                raise ValueError(
-                    f'the chat template does not render "{key}" of message {number + 1}, which would be learned; change the '
-                    'template, or give the message "weight": 0'
-                )
+                what = f'"{key}" of message {number + 1}, which would be learned'
+                raise ValueError(f'the chat template does not render {what}; change it, or give the message "weight": 0')
 
     def _is_same_without(self, messages: list[dict[str, Any]], tools: Any, text: str) -> bool:
         """Whether a chat without something has the same text; not where the template refuses it, since then it reads it."""
@@ -306,11 +297,10 @@ def load_template(folder: str) -> ChatTemplate | None:
 
 def _environment() -> Any:  # `_GenerationTags` adds attributes
     """Jinja as Hugging Face's templates expect it, without access to the machine."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
-    )
+    extensions = [_GenerationTags, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _TODAY.strftime}
-    environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     return environment
 
 
@@ -337,7 +327,3 @@ class _GenerationTags(Extension):
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -153,19 +153,13 @@ def _find_in_folder(path: Path, key: str, warn: Callable[[str], object]) -> list
         return [_find_dataset(str(path))]
     if (path / "dataset_dict.json").is_file():
         splits = sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder)))
-        raise UserError(
-            f"{key} {path}: holds the splits {', '.join(splits)}; name the folder of one, such as {path / splits[0]}"
-        )
-    files = [str(file) for file in _visible_files(path)]
+        raise UserError(f"{key} {path}: holds the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
+    # without hidden files, and those of hidden folders: a clone brings .git, a download .cache
+    visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    files = [str(file) for file in sorted(visible) if file.is_file()]
     if not files:
         raise UserError(f"{key} {path}: the folder holds no files")
     return [_find_file(file) for file in _known(files, str(path), key, warn)]
-
-
-def _visible_files(path: Path) -> list[Path]:
-    # hidden folders too: a clone brings .git, a download .cache
-    visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    return sorted(file for file in visible if file.is_file())
 
 
 def _find_file(path: str) -> _Entry:
@@ -234,14 +228,13 @@ def _find_url(system: Any, url: str) -> _Entry:
 
 
 def _split(path: str, kind: str, size: int | None, target: int) -> Iterator[InputRange]:
-    if packing_of(path):  # no reader can begin in its middle
-        yield InputRange(path, kind, 0, 0, target if size is None else size)
+    about = target if size is None else size
+    if packing_of(path) or kind not in _SPLITTERS:  # no reader can begin in the middle of a compressed file
+        yield InputRange(path, kind, 0, 0, about)
     elif kind == "jsonl" and size is None:
         yield InputRange(path, kind, 0, sys.maxsize, target)
-    elif kind in _SPLITTERS:
-        yield from _SPLITTERS[kind](path, target if size is None else size, target)
     else:
-        yield InputRange(path, kind, 0, 0, target if size is None else size)
+        yield from _SPLITTERS[kind](path, about, target)
 
 
 def _split_lines(path: str, size: int, target: int) -> Iterator[InputRange]:

@@ -63,29 +63,20 @@ class Skipped(FileSchema):
     reason: str
 
 
-class _Stored(FileSchema):
-    """What record.json must hold."""
+class Record(FileSchema):
+    """The contents of a finished unit: its record.json, beside tokens.bin, tokens.idx and, with chats, tokens.loss."""
 
     model_config = ConfigDict(extra="forbid")
 
-    documents: list[Count]
+    documents: list[Count]  # of each part
     tokens: list[Count]
     chats: bool
     skipped: list[Skipped]
 
 
-class Record(NamedTuple):
-    """The contents of a finished unit: its record.json, beside tokens.bin, tokens.idx and, with chats, tokens.loss."""
-
-    documents: list[int]  # of each part
-    tokens: list[int]
-    chats: bool
-    skipped: list[dict[str, Any]]
-
-
 def open_record(folder: Path) -> Record:
     """The record in the folder of a finished unit."""
-    return Record(**read_json(folder / "record.json", _Stored, _LIMIT))
+    return Record(**read_json(folder / "record.json", Record, _LIMIT))
 
 
 def encode_all(job: EncodeJob, units: list[Unit], workers: int) -> Iterator[tuple[Unit, Record]]:
@@ -200,7 +191,7 @@ class _Encoder:
 
     def __init__(self, job: EncodeJob, tokenizer: Tokenizer, unit: Unit):
         self.job, self.tokenizer, self.unit = job, tokenizer, unit
-        self.record = Record([0] * len(unit.parts), [0] * len(unit.parts), False, [])
+        self.record = Record(documents=[0] * len(unit.parts), tokens=[0] * len(unit.parts), chats=False, skipped=[])
 
     def finish(self) -> Record:
         """Writes the unit's folder under a temporary name, and renames it when all of it is on the disk."""
@@ -209,7 +200,7 @@ class _Encoder:
         try:
             unfinished.mkdir()
             self._run(unfinished)
-            (unfinished / "record.json").write_text(json.dumps(self.record._asdict()), encoding="utf-8")
+            (unfinished / "record.json").write_text(json.dumps(self.record.model_dump()), encoding="utf-8")
             sync_contents(unfinished)
             # A worker of a command that was just killed may have finished this unit meanwhile, with the same contents.
             if not (folder / self.unit.name).exists():
@@ -248,15 +239,13 @@ class _Encoder:
     def _encode_texts(self, texts: list[Document]) -> list[_Encoded | Bad]:
         """In one call, which takes a fraction of the time. Where it fails, one by one: then the text at fault is known."""
         try:
-            return [self._framed(ids) for ids in encode_texts(self.tokenizer, [str(entry.content) for entry in texts])]
+            encoded = encode_texts(self.tokenizer, [str(entry.content) for entry in texts])
         except ValueError as error:
             if len(texts) == 1:
                 return [Bad(texts[0].location, str(error))]
             return [result for entry in texts for result in self._encode_texts([entry])]
-
-    def _framed(self, ids: list[int]) -> _Encoded:
-        """The ids of a text with those that begin and end it."""
-        return [*self.job.beginning, *ids, *([] if self.job.end_of_text is None else [self.job.end_of_text])], None
+        end = [] if self.job.end_of_text is None else [self.job.end_of_text]
+        return [([*self.job.beginning, *ids, *end], None) for ids in encoded]
 
     def _encode_chat(self, entry: Document) -> _Encoded | Bad:
         beginning = self.job.beginning
@@ -267,7 +256,7 @@ class _Encoder:
             ids, loss = self.job.chat.encode(entry.content, entry.tools)
         except (ValueError, TypeError) as error:  # TypeError: the tokenizer's for text that is not Unicode
             return Bad(entry.location, f"a chat that cannot be rendered: {error}")
-        self.record = self.record._replace(chats=True)
+        self.record.chats = True
         beginning = [] if ids[: len(beginning)] == beginning else beginning
         return [*beginning, *ids], np.array([False] * len(beginning) + loss, bool)
 
@@ -282,4 +271,4 @@ class _Encoder:
         file, line = where(part, bad.location)
         if not self.job.skip:
             raise BadDocument(f"{describe_location(file, line)}: {bad.reason}")
-        self.record.skipped.append({"file": file, "line": line, "reason": bad.reason})
+        self.record.skipped.append(Skipped(file=file, line=line, reason=bad.reason))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from titanlite.data.blocks import BLOCK
 from titanlite.ground.errors import UserError
@@ -43,15 +43,6 @@ class _Manifest(FileSchema):
     inputs: list[_Input]
     fingerprint: str
     block_bytes: Annotated[int, Field(ge=BLOCK, le=BLOCK)]
-
-    @model_validator(mode="after")
-    def counts_are_sums(self) -> "_Manifest":
-        for name in ("documents", "tokens"):
-            for parts in ("shards", "inputs"):
-                total, parts_total = getattr(self, name), sum(getattr(part, name) for part in getattr(self, parts))
-                if total != parts_total:
-                    raise ValueError(f"{name} = {total:,}: must be the sum over {parts}, {parts_total:,}")
-        return self
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

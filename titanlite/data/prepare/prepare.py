@@ -82,7 +82,7 @@ def prepare(
     assert on_error in ("fail", "skip")
     output = Path(os.path.abspath(output))
     work = output.with_name(f"{output.name}.unfinished")
-    _refuse_existing(output, work)
+    _refuse_existing(output)
     listed = list_inputs(inputs, key, log.warning)
     plan = {  # all that determines the token files; --on-error may change when a command continues
         "format": _PLAN_FORMAT,
@@ -98,11 +98,12 @@ def prepare(
     try:
         work.mkdir(parents=True, exist_ok=True)
         with _locked(work):
-            _refuse_existing(output, work)  # another command may have finished meanwhile
+            _refuse_existing(output)  # another command may have finished meanwhile
             _begin_or_continue(plan, work)
             if not (work / "whole" / MANIFEST).exists():
                 records = _encode(listed, work, _job(plan, work, tokenizer, on_error == "skip", chat), workers)
-                _refuse_changed(plan, list_inputs(inputs, key))
+                if differences := _differences(plan, {**plan, "inputs": _describe_inputs(list_inputs(inputs, key))}):
+                    raise UserError(f"the inputs have changed while they were read: {'; '.join(differences)}")
                 _assemble(listed, records, work, plan, tokenizer)
             return _hand_over(work, output)
     except OSError as error:
@@ -126,10 +127,8 @@ def _begin_or_continue(plan: dict[str, Any], work: Path) -> None:
         replace_file(path, json.dumps(plan))
     else:
         if differences := _differences(begun, plan):
-            raise UserError(
-                f"{work}: holds the unfinished work of another command: {'; '.join(differences)}. "
-                "Run that command again to continue it, or remove the folder to start over"
-            )
+            remedy = "Run that command again to continue it, or remove the folder to start over"
+            raise UserError(f"{work}: holds the unfinished work of another command: {'; '.join(differences)}. {remedy}")
     (work / "units").mkdir(exist_ok=True)
 
 
@@ -144,11 +143,6 @@ def _differences(begun: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     if not changes and begun["inputs"] != plan["inputs"]:
         changes = ["the inputs are in another order"]
     return options + changes[:3] + ([f"and {len(changes) - 3} more such inputs"] if len(changes) > 3 else [])
-
-
-def _refuse_changed(plan: dict[str, Any], inputs: list[Input]) -> None:
-    if differences := _differences(plan, {**plan, "inputs": _describe_inputs(inputs)}):
-        raise UserError(f"the inputs have changed while they were read: {'; '.join(differences)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- work
@@ -177,7 +171,7 @@ def _encode(inputs: list[Input], work: Path, job: EncodeJob, workers: int) -> di
     for record in records.values():
         if record.skipped and not job.skip:  # the work began with "skip", and continues with "fail"
             first = record.skipped[0]
-            raise BadDocument(f"{describe_location(first['file'], first['line'])}: {first['reason']}")
+            raise BadDocument(f"{describe_location(first.file, first.line)}: {first.reason}")
     sizes = {unit.name: sum(part.size for part in unit.parts) for unit in units}
     missing = [unit for unit in units if unit.name not in records]
     before = sum(sizes[name] for name in records)
@@ -215,7 +209,7 @@ def _assemble(
     skipped = [entry for record in records.values() for entry in record.skipped]
     chats = any(record.chats for record in records.values())
     if not documents:
-        aside = f"; skipped: {len(skipped)}, such as {skipped[0]['file']}: {skipped[0]['reason']}" if skipped else ""
+        aside = f"; skipped: {len(skipped)}, such as {skipped[0].file}: {skipped[0].reason}" if skipped else ""
         shutil.rmtree(work)
         raise UserError(f"the inputs hold 0 documents, 0 tokens{aside}")
     with tqdm(desc="writing shards", total=tokens, disable=None, delay=1, leave=False, bar_format=_BAR) as bar:
@@ -225,9 +219,10 @@ def _assemble(
         for shard in shards:
             pack_file(whole / shard["name"], plan["best fit"], whole / f"{shard['name']}.best_fit-{plan['best fit']}.npy")
     if skipped:
-        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in skipped)
+        lines = "".join(json.dumps(entry.model_dump(), ensure_ascii=False) + "\n" for entry in skipped)
         (whole / "skipped.jsonl").write_text(lines, encoding="utf-8")
     sync_contents(whole)
+    contents = "".join(f" {shard['bin']} {shard['lengths']} {shard['loss']}" for shard in shards)
     manifest = {
         "format": _FORMAT,
         "tokenizer": plan["tokenizer"],
@@ -241,7 +236,7 @@ def _assemble(
         "shards": shards,
         "inputs": _count_inputs(inputs, records),
         "skipped": len(skipped),
-        "fingerprint": _fingerprint(plan["tokenizer"], shards),
+        "fingerprint": digest(plan["tokenizer"] + contents),
     }
     replace_file(whole / MANIFEST, json.dumps(sealed(manifest), indent=1, ensure_ascii=False) + "\n")
     sync(whole)
@@ -261,10 +256,6 @@ def _count_inputs(inputs: list[Input], records: dict[str, Record]) -> list[dict[
     ]
 
 
-def _fingerprint(tokenizer: str, shards: list[dict[str, Any]]) -> str:
-    return digest(tokenizer + "".join(f" {shard['bin']} {shard['lengths']} {shard['loss']}" for shard in shards))
-
-
 def _hand_over(work: Path, output: Path) -> dict[str, Any]:
     """Renames whole/ to OUTPUT and removes the rest; it can be repeated after a kill."""
     shutil.rmtree(work / "units", ignore_errors=True)
@@ -278,10 +269,8 @@ def _hand_over(work: Path, output: Path) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def _refuse_existing(output: Path, work: Path) -> None:
+def _refuse_existing(output: Path) -> None:
     if output.exists():
-        if (work / "plan.json").exists() and not (work / "units").exists() and not (work / "whole").exists():
-            shutil.rmtree(work, ignore_errors=True)  # its command was killed between its last two statements
         raise UserError(f"{output}: already exists; name another folder, or remove it")
 
 

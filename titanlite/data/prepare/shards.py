@@ -37,14 +37,14 @@ class TokenWriter:
     def __init__(self, prefix: Path, dtype: np.dtype, losses: bool = False):
         """prefix: the files' path without its suffix."""
         self.prefix, self.dtype, self.tokens, self.lengths = prefix, np.dtype(dtype), 0, array("i")
-        self._bin = _HashedFile(path_of(prefix, "bin"))
-        self._loss = _HashedFile(path_of(prefix, "loss")) if losses else None
+        self._bin = BlockWriter(path_of(prefix, "bin"))
+        self._loss = BlockWriter(path_of(prefix, "loss")) if losses else None
 
     def write(self, ids: np.ndarray, loss: np.ndarray | None = None) -> None:
         """The next tokens. ids (tokens,) integers; loss (tokens,) bool or uint8, by default all ones."""
-        self._bin.write(ids.astype(self.dtype, copy=False))
+        self._bin.write(ids.astype(self.dtype, copy=False).data)
         if self._loss is not None:
-            self._loss.write(np.ones(len(ids), np.uint8) if loss is None else loss.astype(np.uint8, copy=False))
+            self._loss.write((np.ones(len(ids), np.uint8) if loss is None else loss.astype(np.uint8, copy=False)).data)
         self.tokens += len(ids)
 
     def close(self) -> dict[str, Any]:
@@ -93,19 +93,3 @@ def write_shards(
             shard.lengths.frombytes(source.lengths[first:last].tobytes())
             first = last
     return [*entries, *([shard.close()] if shard else [])], largest
-
-
-class _HashedFile:
-    """A file that computes its checksum while it is written."""
-
-    def __init__(self, path: Path):
-        self._file = BlockWriter(path)
-        self._digest = xxhash.xxh3_128()
-
-    def write(self, values: np.ndarray) -> None:
-        self._file.write(values.data)
-        self._digest.update(values.data)
-
-    def close(self) -> str:
-        self._file.close()
-        return self._digest.hexdigest()
