@@ -25,7 +25,7 @@ from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, stage_costs
-from titanlite.plan.pipeline import orders, rehearse
+from titanlite.plan.pipeline import bubble, orders
 from titanlite.plan.step import pretended_ranks
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
@@ -116,7 +116,7 @@ def main() -> None:
             order = orders(config, words.microbatches, len(costs))
 
         def predicted(forward: list[float], backward: list[float], order: Any = order) -> float:
-            return rehearse(order, forward, backward, [0] * len(forward)).idle
+            return bubble(order, forward, backward)
 
         run = functools.partial(on_ranks, words.ranks, measure)
         slept, _ = run(short, [words.pass_seconds * cost / max(costs) for cost in costs], words.steps)
