@@ -99,7 +99,7 @@ def predict(
         of_teacher = sum(map(local_bytes, teacher.model.parameters())) if teacher else 0
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
             host = sum(held.kept[layers.stands_for[name]] for name in layers.whole)
-            held = offloaded(held)
+            held = offloaded(held, layers.few)
         update = whole_update(layers, setup)
         run = layers.each() if isinstance(routing, Trace) else layers  # with a trace no two layers do the same
         if not compiler_decides(config):  # a graph's collectives have no caller by which they could be named
@@ -287,9 +287,11 @@ def as_measured(config: Config) -> Config:
     )
 
 
-def offloaded(held: MicrobatchMemory) -> MicrobatchMemory:
-    """The same where the host keeps the inputs of blocks: on the device are those of the block that runs, and of the next."""
-    peaks = {scope: peak + max(held.kept.values()) for scope, peak in held.peaks.items()}
+def offloaded(held: MicrobatchMemory, few: Sequence[str]) -> MicrobatchMemory:
+    """The same where the host keeps the inputs of blocks: on the device are those of the block that runs, and of one before."""
+    names = ["embed", *few, "head"]
+    gone = {name: sum(held.kept.get(before, 0) for before in names[: max(0, at - 1)]) for at, name in enumerate(names)}
+    peaks = {scope: peak - gone[scope.split()[1]] for scope, peak in held.peaks.items()}
     return held._replace(kept=dict.fromkeys(held.kept, 0), peaks=peaks)
 
 
