@@ -19,11 +19,11 @@ from titanlite.parallel.mesh import build_mesh, part_of_rank, resolve_degrees
 from titanlite.parallel.parallelize import STEPS
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.parallel.tensor import STYLES
+from titanlite.plan.moments import picture
 from titanlite.plan.pipeline import Action, bubble, needs_of, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.report import GIB
 from titanlite.plan.step import pretended_ranks
-from titanlite.plan.timeline import picture
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"

@@ -17,10 +17,10 @@ from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS,
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import FakeTensorMode
 from titanlite.plan.layers import Layers
+from titanlite.plan.moments import PHASES
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
 from titanlite.plan.step import Update, measure_update, pretended_ranks
-from titanlite.plan.timeline import PHASES
 from titanlite.registry.family import Family, family_of
 
 

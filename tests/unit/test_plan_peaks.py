@@ -18,10 +18,10 @@ from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, resolve_degrees
 from titanlite.plan.fused import _Kernels
+from titanlite.plan.moments import PHASES, MemoryEstimate, picture
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
 from titanlite.plan.step import pretended_ranks
-from titanlite.plan.timeline import PHASES, MemoryEstimate, picture
 from titanlite.registry.family import family_of
 
 CASES = {

@@ -25,6 +25,7 @@ from titanlite.plan import pipeline
 from titanlite.plan.fused import register_backend
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
+from titanlite.plan.moments import MemoryEstimate, Moment, highest, through_layers
 from titanlite.plan.record import Channel, Traffic, Work, combine
 from titanlite.plan.step import (
     MicrobatchMemory,
@@ -38,7 +39,6 @@ from titanlite.plan.step import (
     pretended_ranks,
     trained,
 )
-from titanlite.plan.timeline import MemoryEstimate, Moment, highest, through_layers
 from titanlite.plan.trace import Trace, routings
 from titanlite.registry.family import family_of
 from titanlite.transforms.activation_checkpoint import PARTITIONED, compiler_recomputes

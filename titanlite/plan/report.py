@@ -2,9 +2,9 @@
 
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import BEFORE_2_13
+from titanlite.plan.moments import PHASES, MemoryEstimate, highest
 from titanlite.plan.predict import Prediction
 from titanlite.plan.record import Channel, Traffic
-from titanlite.plan.timeline import PHASES, MemoryEstimate, highest
 
 GIB = 2**30
 # What no allocation of ours shows: CUDA's context, NCCL's buffers, cuBLAS's workspace, gaps in the allocator's blocks.

@@ -22,9 +22,9 @@ import torch
 
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
+from titanlite.plan.moments import picture
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import fits, lines
-from titanlite.plan.timeline import picture
 from titanlite.plan.trace import Trace, busiest, check_trace, read_trace
 from titanlite.registry.family import family_of
 from titanlite.tools.options import PREDICTED, Real, config_parser, existing_path, new_path, read_command
