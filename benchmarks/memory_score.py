@@ -58,9 +58,9 @@ def config_of(run: Run) -> Config:
 def predicted_gib(row: Row) -> float:
     run, config = row.run, config_of(row.run)
     assert run.micro_batch is not None
-    memory = predict(config, run.gpus).memory.total
     logits = run.micro_batch * run.seq_len * family_of(config.model).config.vocab_size // (run.mesh.cp * run.mesh.tp)
-    return (memory + _LOGIT_BYTES * logits) / GIB
+    of_logits = {"loss": _LOGIT_BYTES * logits}  # and not before, nor after it
+    return max(each.memory.total + of_logits.get(each.phase, 0) for each in predict(config, run.gpus).moments) / GIB
 
 
 def main() -> None:

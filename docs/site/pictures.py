@@ -6,6 +6,7 @@ mesh, parts of matrices from the sharding styles, masks from attention, orders f
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Shard
@@ -18,7 +19,8 @@ from titanlite.parallel.mesh import build_mesh, part_of_rank, resolve_degrees
 from titanlite.parallel.parallelize import STEPS
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.parallel.tensor import STYLES
-from titanlite.plan.pipeline import Action, needs_of, orders, rehearse
+from titanlite.plan.moments import picture
+from titanlite.plan.pipeline import Action, bubble, needs_of, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.report import GIB
 from titanlite.plan.step import pretended_ranks
@@ -187,7 +189,7 @@ def schedules() -> Drawing:
         with pretended_ranks(4):
             order = orders(config, 8, stages)
         forward, backward = [4 / stages] * stages, [8 / stages] * stages  # a backward pass takes twice as long
-        idle = rehearse(order, forward, backward, [0] * stages).idle
+        idle = bubble(order, forward, backward)
         top = 84 + 135 * row
         drawing.text(20, top, f"{name}: {stages // 4} of {stages} stages a rank; bubble {idle:.0%} of the step", 13)
         for rank, action, start, took in _played(order, forward, backward):
@@ -234,6 +236,27 @@ def memory(recipe: str = "llama_8b", ranks: int = 8, modes: tuple[str, ...] = ("
     return drawing
 
 
+class Timeline(NamedTuple):
+    """A picture that `titanlite estimate --timeline` draws."""
+
+    text: str
+
+    @classmethod
+    def of(cls, recipe: str = "llama_8b", ranks: int = 1) -> "Timeline":
+        """Masters and batch are those of a GPU of 141 GB; a block runs again in its backward pass."""
+        keys = {"training.dtype": "bfloat16", "training.local_batch_size": "4", "training.global_batch_size": "-1"}
+        words = [f"--{key}={value}" for key, value in (keys | {"activation_checkpoint.mode": "full"}).items()]
+        config = read_config(ROOT / f"train_configs/{recipe}.toml", words)
+        title = f"{recipe} on {ranks} rank, bfloat16, batch 4, full: GiB over a step, predicted"
+        return cls(picture(predict(config, ranks).moments, title))
+
+    def svg(self) -> str:
+        return self.text
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.text, encoding="utf-8")
+
+
 def checkpoint() -> Drawing:
     """A checkpoint's life: from a folder with a temporary name to one that a start reads, sets aside or deletes."""
     drawing = Drawing(900, 270, "A checkpoint's life")
@@ -270,13 +293,14 @@ def log() -> Drawing:
     return drawing
 
 
-PICTURES: dict[str, Callable[[], Drawing]] = {
+PICTURES: dict[str, Callable[[], Drawing | Timeline]] = {
     "mesh": mesh,
     "styles": styles,
     "surgery": surgery,
     "document_mask": document_mask,
     "schedules": schedules,
     "memory": memory,
+    "timeline": Timeline.of,
     "checkpoint": checkpoint,
     "log": log,
 }

@@ -97,7 +97,7 @@ def test_the_estimate_counts_what_is_held(pools, rounding):
         split = {"parallelism": {"tensor_parallel_degree": degrees.get("tp", 1)}}
         config = config_of(degrees, **split, **(keys(rounding) if rounding != "float32" else {}))
         found = pools[ranks_of(degrees)].run(f"{HERE}:held", degrees=degrees, config=config)[0]
-        memory = predict(config, ranks_of(degrees)).memory
+        memory = predict(config, ranks_of(degrees)).during("update")
         assert (memory.masters, memory.moments) == found
         size = 4 if rounding == "float32" else 2
         assert memory.gradients == memory.masters

@@ -102,7 +102,7 @@ def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(recipe):
     assert found.parameters == parameters
     if recipe not in PIPELINES and "lora" not in recipe and "muon" not in recipe:
         shards = SHARDS.get(recipe, ranks)
-        assert sum(found.memory[:3]) == pytest.approx(BYTES.get(recipe, 16) * parameters / shards, rel=0.001)
+        assert sum(found.during("update")[:3]) == pytest.approx(BYTES.get(recipe, 16) * parameters / shards, rel=0.001)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
@@ -135,7 +135,7 @@ def test_activations_are_those_that_a_block_really_saves():
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         block(torch.randn(2, 512, shape.dim, requires_grad=True), rope, seq)
     kept = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in elsewhere)
-    assert predict(tiny(), 1, "cpu").memory.activations == shape.n_layers * kept
+    assert predict(tiny(), 1, "cpu").during("loss").activations == shape.n_layers * kept
 
 
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler on a CPU")
@@ -159,14 +159,14 @@ def test_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
     of_model = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = sum(size for place, size in saved.items() if place not in of_model)
     once = tokens.nbytes + 2 * (2 * 512 * shape.head_dim * 4)  # for the embedding's gradient; cosines and sines
-    assert hidden.requires_grad and predict(config, 1, "cpu").memory.activations == pytest.approx(kept - once, rel=0.01)
+    assert hidden.requires_grad and predict(config, 1, "cpu").during("loss").activations == pytest.approx(kept - once, rel=0.01)
 
 
 def test_a_gpus_operations_keep_less_than_a_cpus_and_a_compilers_less_still():
     """A GPU's attention and norm are one operation each, which keep their inputs and a number for each row."""
     compiled = tiny(compile={"enable": True, "components": ["model"]})
     of_cpu, of_gpu, of_compiler = (
-        predict(config, 1, device).memory.activations
+        predict(config, 1, device).during("loss").activations
         for config, device in ((tiny(), "cpu"), (tiny(), "cuda"), (compiled, "cuda"))
     )
     shape = FLAVORS["plain"]

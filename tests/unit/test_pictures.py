@@ -11,7 +11,10 @@ from titanlite.parallel.parallelize import STEPS
 from titanlite.parallel.tensor import STYLES
 
 PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (pictures.ROOT / "docs").rglob("*.md"))
-SMALL = {"memory": lambda: pictures.memory("llama_debug", 1, ("full",))}  # the others take seconds
+SMALL = {
+    "memory": lambda: pictures.memory("llama_debug", 1, ("full",)),
+    "timeline": lambda: pictures.Timeline.of("llama_debug"),
+}  # the others take seconds
 
 
 def words(svg: str) -> list[str]:

@@ -17,6 +17,7 @@ from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS,
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import FakeTensorMode
 from titanlite.plan.layers import Layers
+from titanlite.plan.moments import PHASES
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
 from titanlite.plan.step import Update, measure_update, pretended_ranks
@@ -58,14 +59,16 @@ def test_a_few_layers_give_what_all_layers_give(name, monkeypatch):
     monkeypatch.setattr(Layers, "of", every_layer_of)
     whole = predicted(SEVEN[name])
     assert extrapolated.work == whole.work
-    assert extrapolated.memory[:3] == whole.memory[:3]
+    assert extrapolated.during("update")[:3] == whole.during("update")[:3]
+    for phase in PHASES:
+        assert extrapolated.during(phase).total == pytest.approx(whole.during(phase).total, rel=0.01), phase
     assert extrapolated.memory.total == pytest.approx(whole.memory.total, rel=0.01)
 
 
 @pytest.mark.parametrize("training", [{}, HALF], ids=["float32", "bfloat16"])
 def test_one_process_keeps_the_activations_that_a_rank_of_a_mesh_keeps(training):
     """It casts parameters itself, and keeps masters in place of their casts; mistaking activations for casts, it kept none."""
-    alone, sharded = (predicted(Case(mesh, "deep", training=training)).memory.activations for mesh in ({}, SHARD))
+    alone, sharded = (predicted(Case(mesh, "deep", training=training)).during("loss").activations for mesh in ({}, SHARD))
     assert alone == pytest.approx(2 * sharded, rel=0.01)  # each of two ranks has half of the batch
 
 
@@ -98,10 +101,12 @@ def test_a_hybrid_in_any_order_of_its_kinds_is_what_all_its_layers_give(name, pa
     monkeypatch.setattr(Layers, "of", every_layer_of)
     whole = hybrid(pattern, HYBRIDS[name], monkeypatch)
     assert few.work == whole.work
-    assert few.memory[:3] == whole.memory[:3]
-    assert few.memory.activations == whole.memory.activations
-    assert few.memory.working == pytest.approx(whole.memory.working, rel=0.01)
-    assert min(few.memory) >= 0
+    assert few.during("update")[:3] == whole.during("update")[:3]
+    assert [each.name for each in few.moments] == [each.name for each in whole.moments]
+    for some, every in zip(few.moments, whole.moments, strict=True):
+        assert some.memory.activations == every.memory.activations
+        assert some.memory.total == pytest.approx(every.memory.total, rel=0.01)
+        assert min(some.memory) >= 0
 
 
 @pytest.mark.parametrize(
@@ -140,9 +145,9 @@ def test_parts_of_the_sequence_and_the_memory_of_the_host_save_what_they_should(
     config, size = Case({}, "wide", training={"seq_len": 256}).config(), 8 * 256 * 64 * 4
     kinds = (config.activation_checkpoint.model_copy(update={"mode": "full"} | more) for more in MORE)
     full, chunked, offloaded = (predict(config.model_copy(update={"activation_checkpoint": kind}), 1, "cpu") for kind in kinds)
-    assert (full.memory.activations, full.host) == (4 * size, 0)
-    assert chunked.memory.activations == full.memory.activations and chunked.memory.working < full.memory.working
-    assert (offloaded.memory.activations, offloaded.host) == (0, 4 * size)
+    kept = [each.during("loss").activations for each in (full, chunked, offloaded)]
+    assert kept == [4 * size, 4 * size, 0] and (full.host, offloaded.host) == (0, 4 * size)
+    assert chunked.during("backward").working < full.during("backward").working
     assert offloaded.memory.total <= full.memory.total
 
 

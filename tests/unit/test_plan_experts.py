@@ -76,12 +76,12 @@ def test_with_the_worst_routing_rank_0_keeps_its_tokens_and_returns_those_of_all
 def test_memory_has_room_for_any_routing(monkeypatch, reduced):
     """One of two layers runs at a time, and its exchange is the worst moment or near it."""
     mesh = {"dp_shard": 2, "ep": 2}
-    found = {factor: predicted(case(mesh, reduced, factor)).memory for factor in (0.5, 1.0, 2.0)}
+    found = {factor: predicted(case(mesh, reduced, factor)).during("backward") for factor in (0.5, 1.0, 2.0)}
     assert found[0.5].total < found[1.0].total
     if reduced == "none":  # two matmuls of two chunks; of tokens, all that there are can arrive
         assert found[2.0].activations - found[1.0].activations == LAYERS * 2 * 2 * 128 * SHAPE.expert_dim * 4
     monkeypatch.setattr(experts, "temporary_bytes", lambda *_: 0)
-    without = predicted(case(mesh, reduced, 1.0)).memory
+    without = predicted(case(mesh, reduced, 1.0)).during("backward")
     assert without.activations == found[1.0].activations and without.working < found[1.0].working
 
 

@@ -10,6 +10,7 @@ Its module is loaded at that moment, and not with this file, since some take a s
 """
 
 import contextlib
+import functools
 import inspect
 import operator
 import pkgutil
@@ -73,6 +74,9 @@ NAMES = {
     # compiler
     "compile_counters": Name("torch._dynamo.utils:counters", "counts recompilations"),
     "get_compilation_metrics": Name("torch._dynamo.utils:get_compilation_metrics", "the cause of each"),
+    "aot_autograd": Name("torch._dynamo.backends.common:aot_autograd", "predictions: graphs as inductor gets them"),
+    "register_backend": Name("torch._dynamo:register_backend", "the same"),
+    "select_decomp_table": Name("torch._inductor.compile_fx:select_decomp_table", "the same"),
     "partitioner": Name("torch._functorch:config", "activation_checkpoint.memory_budget"),
     "inductor_config": Name("torch._inductor:config", "switches async TP on, whose option is private too"),
     "CustomGraphPass": Name("torch._inductor.custom_graph_pass:CustomGraphPass", "a pass of ours before that of async TP"),
@@ -222,6 +226,24 @@ def set_memory_budget(share: float, kept: tuple[Any, ...]) -> None:
     # determine. It holds no activations. 2.11 has no such setting and needs none.
     if hasattr(partitioner, "unsafe_treat_script_objects_as_zero_size"):
         partitioner.unsafe_treat_script_objects_as_zero_size = True
+
+
+def register_partitioning(name: str, run: Callable[[torch.fx.GraphModule, list[Any]], Any]) -> None:
+    """A backend of torch.compile that partitions as inductor does. run: computes a graph, and clears its list of arguments."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    def compiled(graph: torch.fx.GraphModule, _: Any) -> Any:
+        call: Any = functools.partial(run, graph)
+        call._boxed_call = True  # takes its arguments as a list
+        return call
+
+    backend = resolve(NAMES["aot_autograd"].path)(
+        fw_compiler=compiled,
+        bw_compiler=compiled,
+        decompositions=lambda: resolve(NAMES["select_decomp_table"].path)(),  # loads inductor
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    resolve(NAMES["register_backend"].path)(backend, name=name)
 
 
 def _keep(graph: torch.fx.Graph, kept: tuple[Any, ...]) -> None:

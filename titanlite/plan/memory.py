@@ -36,7 +36,9 @@ def kept_bytes(config: Config, model: Decoder, ranks: int) -> int:
 
 def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssignment) -> int:
     degrees = resolve_degrees(config.parallelism, ranks)
-    apart, late = _experts(model), reduces_once(config)
+    apart = _experts(model)
+    # with one microbatch, each block's are reduced at once
+    late = reduces_once(config) and config.microbatches(degrees["dp_replicate"] * degrees["dp_shard"]) > 1
     total = 0
     for name, p in model.named_parameters():
         if not share.has(name):

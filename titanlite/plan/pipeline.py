@@ -4,7 +4,7 @@ Rehearsed are the orders of work that PyTorch's schedules give their ranks. A st
 are there; sending takes no time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ class Rehearsal(NamedTuple):
     """A step of a pipeline."""
 
     idle: float  # the share of the step in which a rank waits, of all ranks together
-    kept: list[int]  # bytes that each rank keeps for backward passes when it keeps the most
     ends: dict[tuple[str, int, int], float]  # when (F or B, stage, microbatch) ends
 
 
@@ -66,14 +65,30 @@ def _listed(schedule: str, ranks: int, microbatches: int, stages: int) -> list[l
     ]
 
 
-def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequence[float], kept: Sequence[int]) -> Rehearsal:
-    """Plays a step. forward, backward: what a stage takes for a microbatch. kept: bytes from its forward to its backward pass.
+def held_after(order: list[Action], kept: Sequence[int], gradients: Sequence[int]) -> Iterator[tuple[Action, int, int]]:
+    """(an action of a rank, bytes kept for backward passes, bytes of gradients) after each action, and before backward passes.
+
+    kept: by each stage, for a microbatch. gradients: of each stage, which its first backward pass makes.
+    """
+    held, made, begun = 0, 0, set[int]()
+    for action in order:
+        if action.kind == "B":
+            yield action, held, made
+            held, made = held - kept[action.stage], made + (0 if action.stage in begun else gradients[action.stage])
+            begun.add(action.stage)
+        else:
+            held += kept[action.stage]
+        yield action, held, made
+
+
+def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequence[float]) -> Rehearsal:
+    """Plays a step. forward, backward: what a stage takes.
 
     Raises UserError if no rank can go on.
     """
     done: dict[tuple[str, int, int], float] = {}
     busy = 0.0
-    clocks, nexts, held, most = [0.0] * len(order), [0] * len(order), [0] * len(order), [0] * len(order)
+    clocks, nexts = [0.0] * len(order), [0] * len(order)
     last, waiting = len(forward) - 1, set(range(len(order)))
     while waiting:
         moved = False
@@ -85,15 +100,13 @@ def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequ
                 took = forward[stage] if kind == "F" else backward[stage]
                 clocks[rank], busy = max([clocks[rank], *(done[each] for each in needs)]) + took, busy + took
                 done[kind, stage, number] = clocks[rank]
-                held[rank] += kept[stage] if kind == "F" else -kept[stage]
-                most[rank] = max(most[rank], held[rank])
                 nexts[rank], moved = nexts[rank] + 1, True
             else:
                 waiting.remove(rank)
         if waiting and not moved:
             stuck = ", ".join(f"rank {rank} before {order[rank][nexts[rank]]}" for rank in sorted(waiting))
             raise UserError(f"the schedule stops, because ranks wait for each other: {stuck}")
-    return Rehearsal(1 - busy / (len(order) * max(clocks)), most, done)
+    return Rehearsal(1 - busy / (len(order) * max(clocks)), done)
 
 
 def needs_of(kind: str, stage: int, number: int, last: int) -> list[tuple[str, int, int]]:

@@ -4,7 +4,6 @@ All that a step holds, computes and sends is measured on a few layers, at least 
 each layer that is equal to one of them. Only Muon updates the whole model.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -23,8 +22,10 @@ from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import StageAssignment, assign_stages, flow_of, received_by_stages, split_layers, stage_costs
 from titanlite.plan import pipeline
+from titanlite.plan.fused import register_backend
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
+from titanlite.plan.moments import MemoryEstimate, Moment, highest, through_layers
 from titanlite.plan.record import Channel, Traffic, Work, combine
 from titanlite.plan.step import (
     MicrobatchMemory,
@@ -46,28 +47,23 @@ from titanlite.transforms.meta import on_meta
 from titanlite.transforms.shards import local_part
 
 
-class MemoryEstimate(NamedTuple):
-    """Bytes that rank 0 holds when it holds the most."""
-
-    masters: int  # and a teacher's weights
-    gradients: int  # of every trained parameter, as in the second microbatch of a step and at the end of any
-    moments: int  # and all else that the optimizer keeps
-    activations: int  # what all layers together keep from the forward pass for the backward pass
-    working: int  # at the worst moment beside all that: gathered parameters, one layer's recomputation, logits, ...
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
 class Prediction(NamedTuple):
     """What rank 0 keeps and does."""
 
     parameters: int  # of the whole model
-    memory: MemoryEstimate
+    moments: list[Moment]  # of the last microbatch and the update, or of a rank of a pipeline
     work: Work  # of one step
     host: int  # bytes in the host's memory: inputs of blocks that activation_checkpoint.offload keeps there
     pipeline: str = ""  # which rank of a pipeline this is, and how long it waits
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """What the rank holds when it holds the most."""
+        return highest(self.moments).memory
+
+    def during(self, phase: str) -> MemoryEstimate:
+        """What the rank holds when it holds the most in a phase."""
+        return highest(each for each in self.moments if each.phase == phase).memory
 
 
 @phase("predicting a step")
@@ -97,10 +93,12 @@ def predict(
         microbatches = config.microbatches(data_degree(mesh))
         layers, fused = Layers.of(model, family, config), compiles(given, "loss")
         setup = Setup(family, config, mesh, device_type, routings(model, routing), fused)
-        held, host, teacher = measure_memory(setup, layers.few), 0, build_teacher(config, mesh, torch.device("cpu"))
+        accumulates = microbatches > 1  # otherwise no gradients exist before the backward pass
+        held, host = measure_memory(setup, layers.few, accumulates), 0
+        teacher = build_teacher(config, mesh, torch.device("cpu"))
         of_teacher = sum(map(local_bytes, teacher.model.parameters())) if teacher else 0
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
-            host, _ = whole_memory(layers, held)
+            host = sum(held.kept[layers.stands_for[name]] for name in layers.whole)
             held = offloaded(held)
         update = whole_update(layers, setup)
         run = layers.each() if isinstance(routing, Trace) else layers  # with a trace no two layers do the same
@@ -116,22 +114,24 @@ def predict(
             parts = measure_work(setup, run, [microbatches - 1, 1] if microbatches > 1 else [1])
     if degree > 1:
         return of_worst_rank(whole, ranks, parameters, measured, parts, flow)
-    activations, working = whole_memory(layers, held)
     passes = sum_of(parts, lambda scope: run.times(scope) if scope in run.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
-    masters += of_teacher
     deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
+    accumulated = gradients if accumulates else 0
     # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
-    if microbatches > 1 and deferred.shards:
-        gradients = reduced * unsharded(config, model)
-    elif microbatches > 1 and deferred.replicas and replicas > 1:
+    if accumulates and deferred.shards:
+        accumulated = reduced * unsharded(config, model)
+    elif accumulates and deferred.replicas and replicas > 1:
         waiting = {id(p) for unit in waiting_units(model) for p in unit.parameters()}
-        gradients = sum((reduced if id(p) in waiting else p.dtype.itemsize) * local_part(p).numel() for p in trained(model))
-    states = (0, 0, 0) if offload else (masters, gradients, update.state)
-    # Activations are gone when the optimizer begins.
-    working = max(working, update.working - activations)
-    work = added(passes, update.work)
-    return Prediction(parameters, MemoryEstimate(*states, activations, working), work, host)
+        accumulated = sum((reduced if id(p) in waiting else p.dtype.itemsize) * local_part(p).numel() for p in trained(model))
+    states = MemoryEstimate(masters + of_teacher, accumulated, update.state, 0, 0)
+    moments = [
+        *through_layers(layers, held, states),
+        Moment("update", "optimizer", states._replace(gradients=gradients, working=update.working)),
+    ]
+    if offload:
+        moments = [each._replace(memory=each.memory._replace(masters=0, gradients=0, moments=0)) for each in moments]
+    return Prediction(parameters, moments, added(passes, update.work), host)
 
 
 class Measured(NamedTuple):
@@ -176,49 +176,59 @@ def of_worst_rank(
     whole = on_meta(family, config)
     every = assign_stages(config, family, whole)
     received = received_by_stages(flow, split_layers(config, family, whole))
-    rehearsal = rehearsed(config, stage_costs(config, family, whole), every, measured, received)
-    widest = max(map(size_of, received))
-    memories = [memory_of(share, config, whole, measured, widest, rehearsal.kept[rank]) for rank, share in enumerate(every)]
-    rank = max(range(degree), key=lambda rank: memories[rank].total)
-    text = f"rank {rank} of {degree} in the pipeline, which holds the most; the bubble is {rehearsal.idle:.1%} of a step"
-    return Prediction(parameters, memories[rank], work_of(every[rank], degree, measured, parts, received), 0, text)
+    costs = stage_costs(config, family, whole)
+    with pretended_ranks(degree):
+        order = pipeline.orders(config, measured.microbatches, len(costs))
+    backward = 3 if config.activation_checkpoint.mode == "full" else 2
+    idle = pipeline.rehearse(order, costs, [backward * cost for cost in costs]).idle
+    each = [moments_of(share, config, whole, measured, received, order[rank]) for rank, share in enumerate(every)]
+    rank = max(range(degree), key=lambda rank: highest(each[rank]).memory.total)
+    text = f"rank {rank} of {degree} in the pipeline, which holds the most; the bubble is {idle:.1%} of a step"
+    return Prediction(parameters, each[rank], work_of(every[rank], degree, measured, parts, received), 0, text)
 
 
 def size_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def rehearsed(
+def moments_of(
+    share: StageAssignment,
     config: Config,
-    costs: list[float],
-    every: list[StageAssignment],
+    whole: Decoder,
     measured: Measured,
     received: list[list[Tensor]],
-) -> pipeline.Rehearsal:
-    """A step of the schedule. costs: of the stages' forward passes."""
-    kept = [0] * len(costs)
-    for share in every:
-        for number, blocks in share.stages.items():
-            of_blocks = sum(measured.held.kept[measured.layers.stands_for[name]] for name in blocks)
-            kept[number] = of_blocks + size_of(received[number])
-    backward = 3 if config.activation_checkpoint.mode == "full" else 2
-    with pretended_ranks(config.parallelism.pipeline_parallel_degree):
-        order = pipeline.orders(config, measured.microbatches, len(costs))
-    return pipeline.rehearse(order, costs, [backward * cost for cost in costs], kept)
-
-
-def memory_of(
-    share: StageAssignment, config: Config, whole: Decoder, measured: Measured, received: int, kept: int
-) -> MemoryEstimate:
-    """What a rank of a pipeline holds. whole: the model on the meta device. kept: by its stages, for backward passes."""
-    training, part = config.training, measured.part_of(share)
-    masters = sum(local_bytes(p) for name, p in measured.model.named_parameters() if share.untied().has(name))
-    gradients = DTYPES[training.mixed_precision_reduce].itemsize * unsharded(config, whole, share)
+    order: list[pipeline.Action],
+) -> list[Moment]:
+    """What a rank of a pipeline holds. whole: the model on the meta device. received: by each stage, for a microbatch."""
+    training, part, held = config.training, measured.part_of(share), measured.held
+    own = [(p.requires_grad, local_bytes(p)) for name, p in measured.model.named_parameters() if share.untied().has(name)]
+    states = MemoryEstimate(sum(size for _, size in own), 0, round(measured.update.state * part), 0, 0)
+    kept, gradients, last = [0] * len(received), [0] * len(received), len(received) - 1
+    for number, blocks in share.stages.items():
+        stage = share._replace(stages={number: blocks}, embed=number == 0, head=number == last)
+        kept[number] = sum(held.kept[measured.layers.stands_for[name]] for name in blocks) + size_of(received[number])
+        gradients[number] = DTYPES[training.mixed_precision_reduce].itemsize * unsharded(config, whole, stage)
     gathered = DTYPES[training.mixed_precision_param].itemsize * unsharded(config, whole, share, frozen=True)
-    activations = kept + gathered + 2 * received  # what arrives and leaves meanwhile
-    _, working = whole_memory(part_of(measured.layers, share), measured.held, with_head=share.head)
-    working = max(working, round(measured.update.working * part) - activations)
-    return MemoryEstimate(masters, gradients, round(measured.update.state * part), activations, working)
+    always = gathered + 2 * max(map(size_of, received))  # what arrives and leaves meanwhile
+    layers = part_of(measured.layers, share)
+    of_layers = sum(held.kept[layers.stands_for[name]] for name in layers.whole)
+    passes = through_layers(layers, held, MemoryEstimate(0, 0, 0, 0, 0))
+
+    def working(phase: str) -> int:
+        """The most beside what all layers keep, in a stage's forward or backward pass; the loss can be in either."""
+        phases = (phase, "loss") if share.head else (phase,)
+        return max((each.memory.total for each in passes if each.phase in phases), default=of_layers) - of_layers
+
+    phases = {"F": ("forward", working("forward")), "B": ("backward", working("backward"))}
+    moments = []
+    for action, activations, made in pipeline.held_after(order, kept, gradients):
+        phase, beside = phases[action.kind]
+        memory = states._replace(gradients=made, activations=activations + always, working=beside)
+        moments.append(Moment(phase, f"stage {action.stage}, microbatch {action.number}", memory))
+    update = states._replace(
+        gradients=sum(size for trained, size in own if trained), working=round(measured.update.working * part)
+    )
+    return [*moments, Moment("update", "optimizer", update)]
 
 
 def work_of(
@@ -266,6 +276,7 @@ def as_measured(config: Config) -> Config:
     """The same run without offloading, with an attention kernel that this machine has, and where blocks are compiled, without
     inductor's code: they are partitioned as inductor does it, and the operations of both graphs run one by one."""
     attention = "math" if config.model.attention == "math" else "auto"  # the one kernel that keeps all scores
+    register_backend()
     compile = Compile(enable=True, components=["model"], backend=PARTITIONED) if compiles(config, "model") else Compile()
     return config.model_copy(
         update={
@@ -277,29 +288,11 @@ def as_measured(config: Config) -> Config:
 
 
 def offloaded(held: MicrobatchMemory) -> MicrobatchMemory:
-    """The same where the host keeps the inputs of blocks: on the device are those of the block that runs, and of the next."""
-    return MicrobatchMemory(
-        dict.fromkeys(held.kept, 0), {scope: peak + max(held.kept.values()) for scope, peak in held.peaks.items()}
-    )
-
-
-def whole_memory(layers: Layers, held: MicrobatchMemory, with_head: bool = True) -> tuple[int, int]:
-    """(bytes that all layers keep for the backward pass, bytes beside these at the peak), from those of a few layers.
-
-    Where a layer runs, the layers before it keep what they keep: the last layer of a kind comes on top of the most.
-    """
-    few, whole = (
-        _sums(held.kept[name] for name in layers.few),
-        _sums(held.kept[layers.stands_for[name]] for name in layers.whole),
-    )
-    others = held.kept.keys() - {*layers.few}  # of further depths, which run after all layers
-    further = sum(held.kept[name] for name in others)
-    last = {equal: scope for scope, equal in enumerate(layers.stands_for[name] for name in layers.whole)}
-    more = {name: whole[last[name]] - few[scope] for scope, name in enumerate(layers.few) if name in last}
-    more |= dict.fromkeys(["head", *others], whole[-1] - few[-1])
-    absent = {*layers.few} - last.keys() | (set() if with_head else {"head"})
-    peak = max(peak + more.get(scope, 0) for scope, peak in held.peaks.items() if scope not in absent)
-    return whole[-1] + further, peak - whole[-1] - further
+    """The same where the host keeps the inputs of blocks: on the device are those of the block that runs, and of one before."""
+    names = ["embed", *held.kept, "head"]
+    gone = {name: sum(held.kept.get(before, 0) for before in names[: max(0, at - 1)]) for at, name in enumerate(names)}
+    peaks = {scope: peak - gone[scope.split()[1]] for scope, peak in held.peaks.items()}
+    return held._replace(kept=dict.fromkeys(held.kept, 0), peaks=peaks)
 
 
 def whole_update(layers: Layers, setup: Setup) -> Update:
@@ -315,8 +308,3 @@ def whole_update(layers: Layers, setup: Setup) -> Update:
     every = ones, *(one_more for _, one_more in others)
     state, working = (extended(*numbers) for numbers in zip(*((each.state, each.working) for each in every), strict=True))
     return Update(state, working, combine(extended, *(each.work for each in every)))
-
-
-def _sums(numbers: Iterable[int]) -> list[int]:
-    """[0, the first, the sum of the first two, ...]"""
-    return [0, *itertools.accumulate(numbers)]

@@ -36,7 +36,7 @@ from titanlite.transforms.parameters import every_layer
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 # FSDP2 names its collectives for the profiler: "FSDP::all_gather (layers.0)".
 _FSDP = re.compile(r"FSDP::(all_gather|post_backward_reduce|post_backward_accumulate) \((.+?)\)")
-_LIBRARY = ("torch.", "contextlib", __name__)  # modules that send on behalf of their caller
+_LIBRARY = ("torch.", "contextlib", "titanlite.plan.fused", __name__)  # modules that send on behalf of their caller
 
 
 class Channel(NamedTuple):
@@ -206,6 +206,8 @@ class Allocations(TorchDispatchMode):
     Peaks include what the exchange of experts' rows allocates and frees in itself, with the worst routing.
     """
 
+    inlined = False  # whether operations now have no memory: fused.py
+
     def __init__(self) -> None:
         super().__init__()
         self.scope = ""
@@ -223,7 +225,7 @@ class Allocations(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
-        if self._paused:
+        if self._paused or self.inlined:
             return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:

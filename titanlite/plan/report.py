@@ -2,6 +2,7 @@
 
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import BEFORE_2_13
+from titanlite.plan.moments import PHASES, MemoryEstimate, highest
 from titanlite.plan.predict import Prediction
 from titanlite.plan.record import Channel, Traffic
 
@@ -11,14 +12,16 @@ RESERVE = 4 * GIB
 
 
 def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float, routing: str = "balanced") -> list[str]:
-    memory = prediction.memory
-    rows = {**memory._asdict(), "total": memory.total, "reserve for CUDA, NCCL": RESERVE}
+    peak = highest(prediction.moments)
+    rows = {"reserve for CUDA, NCCL": RESERVE}
     if prediction.host:
         rows["in the host's memory"] = prediction.host
     which = prediction.pipeline or "rank 0"
     return [
         f"{config.model.title}, {prediction.parameters:,} parameters, on {ranks} ranks; this is {which}",
-        *(f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in rows.items()),
+        *(f"  {line}" for line in memory_table(prediction)),
+        f"  {'peak':<24}{peak.memory.total / GIB:10.2f} GiB  {peak.phase}, {peak.name}",
+        *(f"  {name:<24}{size / GIB:10.2f} GiB" for name, size in rows.items()),
         f"  FLOPs of a step         {prediction.work.flops / 1e12:8.2f} TFLOP  (matmuls and attention)",
         "  collectives of a step, and what this rank sends in them:",
         *(f"    {line}" for line in traffic_table(prediction)),
@@ -32,6 +35,17 @@ _ROWS = {
     "worst": "rank 0's experts get all rows",
     "recorded": "experts get the recorded shares, and rank 0 is the busiest rank of each layer, for which the others wait",
 }
+
+
+def memory_table(prediction: Prediction) -> list[str]:
+    """What the rank holds at the worst moment of each phase, in GiB."""
+    phases = [phase for phase in PHASES if any(each.phase == phase for each in prediction.moments)]
+    held = [prediction.during(phase) for phase in phases]
+    rows = [*zip(MemoryEstimate._fields, zip(*held, strict=True), strict=True), ("total", [each.total for each in held])]
+    return [
+        f"{'GiB, the most in each:':<24}" + "".join(f"{phase:>10}" for phase in phases),
+        *(f"{name:<24}" + "".join(f"{size / GIB:10.2f}" for size in sizes) for name, sizes in rows),
+    ]
 
 
 def fits(prediction: Prediction, device_gib: float) -> bool:

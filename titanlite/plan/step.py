@@ -4,6 +4,7 @@ The modules, hooks and functions are those of a run. Tensors are on the CPU; for
 that CUDA has, and the loss its sizes of chunks. Compiled blocks keep what inductor's own partitioner keeps, and run uncompiled.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,33 +66,51 @@ class Setup(NamedTuple):
 
 
 class MicrobatchMemory(NamedTuple):
-    """Bytes of one microbatch, on top of masters and gradients."""
+    """Bytes of one microbatch, on top of masters, optimizer state and the gradients of microbatches before it."""
 
-    kept: dict[str, int]  # what each layer and further depth keeps from its forward pass for its backward pass
-    peaks: dict[str, int]  # the most bytes while a layer or the head runs, forward or backward
+    kept: dict[str, int]  # what each layer, and each further depth, keeps from its forward pass for its backward pass
+    # what each of them, "embed" and "head" leave behind in their backward passes: gradients, if they had none
+    left: dict[str, int]
+    peaks: dict[str, int]  # the most bytes during each phase of a layer, "embed" or "head": "backward 0", "loss head"
 
 
-def measure_memory(setup: Setup, layers: Sequence[str]) -> MicrobatchMemory:
-    """What a model of these layers holds. The second of two steps is measured: gradients are there already."""
+def measure_memory(setup: Setup, layers: Sequence[str], accumulates: bool) -> MicrobatchMemory:
+    """What a model of these layers holds in the second of two microbatches. accumulates: beside the gradients of the first."""
     model, allocations = _with_teacher(setup, layers), Allocations()
-    held: Counter[str] = Counter()  # when the head begins, the last time
-    _announce(model, allocations.enter)
-    assert model.head is not None
+    kept: Counter[str] = Counter()  # when the head begins, the last time
+    left: dict[str, int] = {}
+
+    def enter(name: str, phase: str) -> None:
+        live = allocations.live_by_scope()
+        live.pop(allocations.scope, None)  # what a layer hands to the next one is still there
+        left.update(live)
+        allocations.enter(f"{phase} {name}")
 
     def hold(*_: Any) -> None:
-        held.clear()
-        held.update(allocations.live_by_scope())
+        kept.clear()
+        kept.update(allocations.live_by_scope())
 
+    _announce(model, enter)
+    assert model.head is not None
     # not before its parameters are gathered, which frees the last layer's
     model.head.register_forward_pre_hook(hold)
     with FakeTensorMode(allow_non_fake_inputs=True), allocations:
         _materialize(model)
         _forward_backward(model, setup, 1)
-        held.clear()
+        if not accumulates:
+            model.zero_grad()
         allocations.begin()
-        allocations.enter("between steps")
+        allocations.enter("forward embed")
+        kept.clear()
+        left.clear()
         _forward_backward(model, setup, 1)
-    return MicrobatchMemory({name: held[name] for name in [*layers, *_further_scopes(model)]}, allocations.peaks)
+        left = allocations.live_by_scope() | left
+    names = [*layers, *([FURTHER] if further_of(model) else []), *further_of(model)]
+    return MicrobatchMemory(
+        {name: kept[f"forward {name}"] for name in names},
+        {"head": left.get("loss head", 0)} | {name: left.get(f"backward {name}", 0) for name in ("embed", *names)},
+        allocations.peaks,
+    )
 
 
 class ScopeWork(NamedTuple):
@@ -116,7 +135,7 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
         often = next(microbatches)
         enter("embed")
 
-    def enter(scope: str) -> None:
+    def enter(scope: str, _: str = "") -> None:
         recorder.routing = setup.routing.get(scope, "balanced")
         begun.append((scope, often, recorder.work()))
 
@@ -138,26 +157,37 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
     ]
 
 
-def _announce(model: Decoder, enter: Callable[[str], None]) -> None:
-    """Calls `enter` with the name of each layer when its forward pass begins and when its backward pass does; "head" too."""
+def _announce(model: Decoder, enter: Callable[[str, str], None]) -> None:
+    """Calls `enter` when a layer or "embed" begins its "forward" or "backward" pass, and with "head" and "loss"."""
 
     def before_backward(_: nn.Module, __: Any, result: Any, name: str) -> None:
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: enter(name))
+                tensor.register_hook(lambda _: enter(name, "backward"))
 
-    assert model.head is not None
-    for name, layer in [*model.layers.items(), *_further_scopes(model).items()]:
+    assert model.embed is not None and model.head is not None
+    embeddings: Iterator[str] = iter(())
+    embedding = ""
+
+    def begin(*_: Any) -> None:
+        nonlocal embeddings
+        embeddings = itertools.chain(["embed"], itertools.repeat(FURTHER))
+
+    def embed(*_: Any) -> None:
+        nonlocal embedding
+        embedding = next(embeddings)
+        enter(embedding, "forward")
+
+    model.register_forward_pre_hook(begin, prepend=True)
+    model.embed.register_forward_pre_hook(embed, prepend=True)
+    model.embed.register_forward_hook(
+        lambda module, args, result: before_backward(module, args, result, embedding), prepend=True
+    )
+    for name, layer in [*model.layers.items(), *further_of(model).items()]:
         # before the hooks of FSDP2, whose gathers then count as the layer's
-        layer.register_forward_pre_hook(lambda *_, name=name: enter(name), prepend=True)
+        layer.register_forward_pre_hook(lambda *_, name=name: enter(name, "forward"), prepend=True)
         layer.register_forward_hook(partial(before_backward, name=name), prepend=True)
-    model.head.register_forward_pre_hook(lambda *_: enter("head"), prepend=True)
-
-
-def _further_scopes(model: Decoder) -> dict[str, nn.Module]:
-    """The modules of further depths, and the embedding, which they call again."""
-    depths = further_of(model)
-    return {FURTHER: model.embed, **depths} if depths else {}
+    model.head.register_forward_pre_hook(lambda *_: enter("head", "loss"), prepend=True)
 
 
 class Update(NamedTuple):

@@ -25,7 +25,7 @@ def events(job: Job, choice: Choice) -> list[dict[str, Any]]:
     forward = 1 / {"none": 3.0, "selective": 3.5, "full": 4.0}[choice.recompute]
     stages = choice.pp * choice.stages
     orders = [_order(rank, choice, microbatches) for rank in range(choice.pp)]
-    ends = rehearse(orders, [forward * unit] * stages, [(1 - forward) * unit] * stages, [0] * stages).ends
+    ends = rehearse(orders, [forward * unit] * stages, [(1 - forward) * unit] * stages).ends
     found = [_named(rank, row, name) for rank in range(choice.pp) for row, name in ((0, f"stage {rank}"), *_ROWS)]
     for (kind, stage, number), end in ends.items():
         share, name = (forward, "forward") if kind == "F" else (1 - forward, "backward")

@@ -1,4 +1,5 @@
-"""titanlite estimate CONFIG.toml --ranks N [--device-memory-gib 80] [--routing worst] [--trace RUN] [--section.key value ...]
+"""titanlite estimate CONFIG.toml --ranks N [--device-memory-gib 80] [--routing worst] [--trace RUN]
+    [--timeline FILE.svg] [--section.key value ...]
 
 Predicts what rank 0 of a run on N ranks holds, computes and sends in a step, on one machine without a GPU. It builds the whole
 model on the meta device, shards it over a mesh of N pretended ranks, and records steps and updates of a few layers, at least
@@ -8,6 +9,8 @@ Where parallelism.expert_parallel_degree splits the experts of MoE layers, the m
 collectives are those of --routing: balanced, the default, where the experts of every rank get as many rows; worst, where those
 of rank 0 get all rows of all ranks; or recorded, where experts get the shares that they had in a run. --trace names its folder,
 or its routing.json. Rank 0 is then the busiest rank of each layer, and the results of balanced routing are printed beside.
+
+--timeline draws what rank 0 holds from the first layer of a microbatch to the update.
 
 Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """
@@ -19,11 +22,12 @@ import torch
 
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
+from titanlite.plan.moments import picture
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import fits, lines
 from titanlite.plan.trace import Trace, busiest, check_trace, read_trace
 from titanlite.registry.family import family_of
-from titanlite.tools.options import PREDICTED, Real, config_parser, existing_path, read_command
+from titanlite.tools.options import PREDICTED, Real, config_parser, existing_path, new_path, read_command
 from titanlite.transforms.meta import on_meta
 
 
@@ -32,6 +36,7 @@ def main() -> None:
     parser.add_argument("--device-memory-gib", type=Real(1e-3, 1e6), default=80.0)
     parser.add_argument("--routing", choices=["balanced", "worst", "recorded"])
     parser.add_argument("--trace", type=existing_path, metavar="RUN", help="with --routing recorded: a run, or a routing.json")
+    parser.add_argument("--timeline", type=new_path, metavar="FILE.svg")
     options, path, config = read_command(parser)
     if options.routing and config.parallelism.expert_parallel_degree == 1:
         raise UserError(f"--routing {options.routing}: has no effect unless parallelism.expert_parallel_degree > 1")
@@ -43,6 +48,9 @@ def main() -> None:
     if trace:
         check_trace(trace, options.trace, on_meta(family_of(config.model), config))
     prediction = predict(config, options.ranks, routing=trace or routing)
+    if options.timeline:
+        title = f"{config.model.title} on {options.ranks} ranks: GiB of a rank over a step, predicted"
+        options.timeline.write_text(picture(prediction.moments, title), encoding="utf-8")
     print("\n".join(lines(prediction, config, options.ranks, options.device_memory_gib, routing)))
     if trace:
         balanced = predict(config, options.ranks)

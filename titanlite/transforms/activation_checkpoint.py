@@ -103,8 +103,8 @@ def chunk_feed_forward(model: Decoder, chunks: int) -> None:
         module.__class__ = _chunked_class(kind, chunks)
 
 
-# A backend of PyTorch that partitions as inductor does and compiles nothing, for predictions.
-PARTITIONED = "aot_eager_decomp_partition"
+# A backend that partitions as inductor does and compiles nothing, for predictions: plan/fused.py.
+PARTITIONED = "titanlite_partitioned"
 
 
 def compiler_recomputes(config: Config) -> bool:
