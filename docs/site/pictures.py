@@ -20,7 +20,7 @@ from titanlite.parallel.parallelize import STEPS
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.parallel.tensor import STYLES
 from titanlite.plan.moments import picture
-from titanlite.plan.pipeline import Action, bubble, needs_of, orders
+from titanlite.plan.pipeline import Action, needs_of, orders, rehearse
 from titanlite.plan.predict import predict
 from titanlite.plan.report import GIB
 from titanlite.plan.step import pretended_ranks
@@ -189,7 +189,7 @@ def schedules() -> Drawing:
         with pretended_ranks(4):
             order = orders(config, 8, stages)
         forward, backward = [4 / stages] * stages, [8 / stages] * stages  # a backward pass takes twice as long
-        idle = bubble(order, forward, backward)
+        idle = rehearse(order, forward, backward).idle
         top = 84 + 135 * row
         drawing.text(20, top, f"{name}: {stages // 4} of {stages} stages a rank; bubble {idle:.0%} of the step", 13)
         for rank, action, start, took in _played(order, forward, backward):
