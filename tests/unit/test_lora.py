@@ -140,7 +140,7 @@ def test_memory_and_checkpoints_hold_frozen_weights_in_two_bytes_and_adapters_in
     frozen = sum(p.numel() for p in model.parameters()) - trained
     found = predict(config, 1)
     assert found.parameters == frozen + trained
-    assert found.memory[:3] == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
+    assert found.during("update")[:3] == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
     assert checkpoint_bytes(model, config.optimizer) == 2 * frozen + 12 * trained
 
 

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanlite.ground.torch_private import maybe_mark_dynamic, shapes_config
+from titanlite.ground import torch_private
+from titanlite.ground.torch_private import shapes_config
 from titanlite.transforms.shards import box_index, global_offset, local_part, splitmix64
 
 Compiler = Callable[[Callable[..., None]], Callable[..., None]]
@@ -155,7 +156,7 @@ def elementwise(update: Callable[..., None], compiler: Compiler | None) -> Calla
             if width % _FEW:  # the parameter's own
                 varying += [*((tensor, 1) for tensor in tensors), (position.columns, 0)]
             for tensor, dimension in varying:
-                maybe_mark_dynamic(tensor, dimension)
+                torch_private.maybe_mark_dynamic(tensor, dimension)
             kernel(tensors, position, *rest)
             return
         height = max(1, _TILE // width)
