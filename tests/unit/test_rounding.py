@@ -62,6 +62,12 @@ def test_bits_are_those_of_the_published_mixing_function():
     assert [bits % 2**32 for bits in found] == [mixed(index, *words[2:]) for index in range(3000)]
 
 
+@pytest.mark.parametrize("shape", [(3, 4096), (2, 3, 1536), (5, 48), (2048,), (7, 10), (11,)])
+def test_the_positions_of_a_whole_parameter_count_its_values_in_order(shape):
+    found = positions(torch.empty(shape))
+    assert (found.rows + found.columns).flatten().tolist() == list(range(math.prod(shape)))
+
+
 def test_positions_count_modulo_two_to_the_32():
     index = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 5])
     assert [int(i) % 2**32 for i in _wrapped(index)] == [0, 1, 2**31, 2**32 - 1, 0, 5]

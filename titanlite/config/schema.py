@@ -156,12 +156,10 @@ class Training(Section):
     """Weight of the squared log-sum-exp of the logits in the loss of each token; it keeps the logits from drifting (PaLM,
     arXiv:2204.02311: 1e-4). The reported training loss includes it, the validation loss does not."""
     predict_further: Annotated[int, Field(ge=0, le=64), ALWAYS, _OTHER_PARAMETERS] = 0
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): so many tokens after the next one are predicted too,
-    each by a block of its own (docs/guides/multi_token.md). Only training has these blocks: validation, generation and exports
-    leave them out. 0: none."""
+    """Multi-token prediction (arXiv:2412.19437, section 2.2): so many tokens after the next one are predicted too, each by a
+    block of its own, which validation, generation and exports leave out (docs/guides/multi_token.md)."""
     predict_further_weight: Annotated[bounds.NonNegative, EffectiveWhen("training.predict_further > 0")] = 0.3
-    """The loss gets this weight times the mean over the further tokens of their mean losses. DeepSeek-V3: 0.3, and 0.1 for the
-    last third of its tokens."""
+    """Of the mean over the further tokens of their mean losses. DeepSeek-V3: 0.3, later 0.1."""
     dtype: Annotated[Literal["float32", "bfloat16"], ALWAYS] = "float32"
     """Precision of parameters, reduced gradients and optimizer moments. "bfloat16" halves their memory; optimizer.rounding
     keeps small updates from being lost (docs/guides/precision.md)."""

@@ -134,7 +134,7 @@ def root(value: Tensor) -> Tensor:
 
 
 def compile_kernel(update: Callable[..., None]) -> Callable[..., None]:
-    """One kernel for matrices with any number of rows; `elementwise` says which other sizes change."""
+    """A kernel for matrices with any number of rows of one length, and once there is a second length, one for any length."""
     return torch.compile(update, fullgraph=True)
 
 

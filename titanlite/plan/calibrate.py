@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from titanlite.loop.memory import capacity
 from titanlite.loop.metrics import peak_flops_of
 from titanlite.plan.report import GIB
-from titanlite.plan.time import LINK, Device, devices
+from titanlite.plan.time import LINK, devices, shipped_as
 
 _LONGEST = 2.0  # seconds of one operation's repetitions
 _SMALL = 4096  # bytes of a collective of which nearly all is latency
@@ -94,7 +94,8 @@ def calibrate(device: torch.device, seconds: float) -> str:
     peak = max(reached, (peak_flops_of(name) or 0.0) if on_gpu else 0.0)
     share = reached / peak
     by_type = {first: peak / 1e12, second: other.rate / share / 1e12}
-    key, shipped = shipped_like(name) if on_gpu else ("cpu", None)
+    found = shipped_as(name) if on_gpu else None
+    key, shipped = found or ("gpu" if on_gpu else "cpu"), devices()[found] if found else None
     bandwidth, latency = _link(collectives, ranks) if collectives else (0.0, 0.0)
     entry: dict[str, float | int] = {
         "bf16_tflops": by_type[torch.bfloat16],
@@ -120,13 +121,6 @@ def calibrate(device: torch.device, seconds: float) -> str:
         lines.append(f"# links: {f'those of the shipped {key}' if shipped else 'unknown, so that plan refuses several ranks'}")
     values = (f"{name} = {value}" if isinstance(value, int) else f"{name} = {value:#.5g}" for name, value in entry.items())
     return "\n".join([*lines, f"[{key}]", *values]) + "\n"
-
-
-def shipped_like(name: str) -> tuple[str, Device | None]:
-    """The entry of devices.toml of a GPU, by the driver's name; other forms than SXM have other links."""
-    words = name.lower().replace("-", " ").split()
-    found = None if {"pcie", "nvl"} & {*words} else next((key for key in devices() if key in words), None)
-    return (found, devices()[found]) if found else ("gpu", None)
 
 
 def _matmul(clock: Clock, dtype: torch.dtype, size: tuple[int, int, int]) -> Measured:

@@ -15,7 +15,7 @@ from titanlite.launch.layout import number
 from titanlite.loop.metrics import Clock
 from titanlite.plan.job import MEMORY_ERROR, choice_of, errors_of, job_of
 from titanlite.plan.report import GIB
-from titanlite.plan.time import devices, memory, step
+from titanlite.plan.time import memory, shipped_as, step
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +140,7 @@ def entry(device: torch.device) -> str | None:
     """The name in devices.toml of this machine's GPU."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((entry for entry, known in devices().items() if name and known.driver_name == name), None)
+    return shipped_as(torch.cuda.get_device_name(device))
 
 
 def clock_rate(device: torch.device) -> float | None:

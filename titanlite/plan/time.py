@@ -72,6 +72,11 @@ def devices() -> dict[str, Device]:
     return found
 
 
+def shipped_as(driver_name: str) -> str | None:
+    """The name in devices.toml of a GPU, by the whole name that its driver gives: other forms of it have other links."""
+    return next((name for name, known in devices().items() if driver_name and known.driver_name == driver_name), None)
+
+
 def device_named(name: str) -> Device:
     """A device of devices.toml, or that of a file. Raises UserError for neither."""
     known = devices()
