@@ -16,11 +16,13 @@ ROOT = Path(__file__).parents[2]
 # The four kinds of pages, and the pages that a reader needs first; the others follow by name.
 KINDS = {
     "Tutorials": ("tutorials", ("pretrain", "fork")),
-    "Guides": ("guides", ("running", "data", "parallelism", "performance", "long_runs")),
-    "Reference": ("reference", ("keys", "commands", "run_folder", "interface", "models", "styles")),
+    "Guides": ("guides", ("running", "data", "own_parts", "parallelism", "plan", "performance", "long_runs", "tracking")),
+    "Reference": ("reference", ("supported", "keys", "commands", "run_folder", "interface", "models", "styles")),
     "Design": ("design", ()),
 }
 LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)(#[^)\s]*)?(?=\))")
+# What a browser does not show of a tutorial's block: which language it is, and so where it runs.
+TITLES = {"```sh\n": '```sh title="On GPUs"\n', "```text\n": '```text title="Output"\n'}
 _markdown: dict[str, str] = {}  # a page's path in docs/ -> its text
 
 
@@ -61,6 +63,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(copy, folder or ".")
 
     _markdown[page.file.src_uri] = text = LINK.sub(target, markdown)
+    if folder == "tutorials":
+        for fence, titled in TITLES.items():
+            text = text.replace(fence, titled)
     return text
 
 
