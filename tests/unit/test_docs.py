@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from models.decoder import Limits
 from tests import words
 from titanlite.__main__ import COMMANDS, main
 from titanlite.config.schema import Config
+from titanlite.loop.own_code import OwnCode
 from titanlite.parallel.tensor import STYLES
 
 if sys.version_info >= (3, 11):
@@ -127,6 +129,21 @@ def test_the_readme_shows_the_layers_that_lint_enforces():
 def test_the_readme_shows_every_package():
     folders = {folder.name for folder in (ROOT / "titanlite").iterdir() if (folder / "__init__.py").exists()}
     assert {name for name in folders if f"\n      {name}/ " not in README} == set()
+
+
+def test_the_hook_for_weights_and_biases_reports_every_step(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "guides" / "tracking.md").read_text(encoding="utf-8")
+    (tmp_path / "wandb_hook.py").write_text(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0])
+    logged = []
+    wandb = SimpleNamespace(init=lambda **options: None, log=lambda values, step: logged.append((step, values)))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delitem(sys.modules, "wandb_hook", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+    hooks = OwnCode(Config.model_validate({"hooks": {"modules": ["wandb_hook"]}}))
+    hooks.call("after_building", None, Config())
+    hooks.call("at_report", 7, {"loss": 1.5})
+    assert logged == [(7, {"loss": 1.5})]
 
 
 def test_an_unknown_command_is_answered_with_the_nearest_one_and_with_all(monkeypatch, capsys):
