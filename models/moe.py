@@ -5,7 +5,6 @@ Experts know no tensor parallelism: sequence parallelism gives each rank its own
 dispatched to the ranks that have their experts (exchange.py).
 """
 
-import functools
 import math
 import warnings
 from typing import Any, Literal, NamedTuple
@@ -78,23 +77,6 @@ class _Reordered(torch.autograd.Function):
         return gradients.index_select(0, inverse).unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
 
 
-class _Aside(torch.autograd.Function):
-    """x for another stream of the device. Its gradients wait for all that the backward pass has queued there, also for the
-    gradients of weights: no edge of the graph brings these back to this stream, where FSDP2 reads them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, side: torch.cuda.Stream) -> Tensor:
-        side.wait_stream(torch.cuda.current_stream(x.device))
-        x.record_stream(side)  # the backward pass frees it on this stream, perhaps before the other one has read it
-        ctx.side = side
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
-        torch.cuda.current_stream(gradients.device).wait_stream(ctx.side)
-        return gradients, None
-
-
 def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
     """The matmul of two bfloat16 matrices on CUDA, accumulated and returned in float32: tensor cores round no product."""
     return torch.mm(left, right, out_dtype=torch.float32)
@@ -132,12 +114,6 @@ def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logits = _WideLinear.apply(x, weight)
         return logits if bias is None else logits + bias.float()
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of shared experts: one for all layers, so that their memory is used again."""
-    return torch.cuda.Stream(device)
 
 
 # ---------------------------------------------------------------------------------------------------------------- modules
@@ -353,31 +329,9 @@ class MoE(nn.Module):
         return self.router.weight.numel() + stacks * self.router.top_k // self.experts.n_experts
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> the same
-        side = self.stream_beside_exchange(x)
-        # first, so that the device has work while the exchange waits for the counts
-        shared = self.shared_results(x, side)
+        # the shared expert comes first, so that the device has work while the host waits for the counts of the dispatch
+        shared = self.shared(self.shared_input(x)) if self.shared is not None and self.shared_input is not None else None
         weights, chosen = self.router(x)
         self.router.count(chosen)
         mixed = self.experts(x.flatten(0, 1), weights, chosen).view_as(x)
-        if shared is None:
-            return mixed
-        if side is not None:
-            current = torch.cuda.current_stream(x.device)
-            current.wait_stream(side)
-            shared.record_stream(current)
-        return mixed + shared
-
-    def stream_beside_exchange(self, x: Tensor) -> torch.cuda.Stream | None:
-        """Where shared experts compute during the dispatch; None: on the same stream. Compiled blocks have one stream."""
-        dispatched = self.shared is not None and self.experts.exchange is not None
-        return _side_stream(x.device) if dispatched and x.is_cuda and not torch.compiler.is_compiling() else None
-
-    def shared_results(self, x: Tensor, side: torch.cuda.Stream | None) -> Tensor | None:
-        """What every token uses in addition, computed on `side` if it is given."""
-        if self.shared is None or self.shared_input is None:
-            return None
-        if side is None:
-            return self.shared(self.shared_input(x))
-        x = _Aside.apply(x, side)
-        with torch.cuda.stream(side):
-            return self.shared(self.shared_input(x))
+        return mixed if shared is None else mixed + shared
