@@ -6,13 +6,13 @@ dispatched to the ranks that have their experts (exchange.py).
 """
 
 import math
-import warnings
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.all_to_all import Pairs
 from models.blocks import SwiGLU, local_weight
 from models.exchange import Weights, exchanged_experts
 from models.grouped import Activated, ActivationName, grouped_product, mixed_biases
@@ -28,23 +28,6 @@ KEEP = (
     torch.ops.titanlite.dispatch_experts.default,
     torch.ops.aten.sort.stable,
 )
-
-
-class Choice(NamedTuple):
-    """Which experts the rows of this rank go to; a token has a row for each of its experts."""
-
-    order: Tensor  # (rows,) int64: the rows sorted by expert; row r is of token r // copies
-    inverse: Tensor  # (rows,) int64: the position of each row in that order
-    counts: Tensor  # (experts,) int64: rows of each expert
-    copies: int  # rows of a token
-
-    @classmethod
-    def of(cls, chosen: Tensor, n_experts: int) -> "Choice":
-        """chosen: (tokens, copies) int64, the numbers of the experts."""
-        experts, order = chosen.flatten().sort(stable=True)
-        inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-        ends = torch.searchsorted(experts, torch.arange(n_experts, device=order.device), right=True)
-        return cls(order, inverse, ends.diff(prepend=ends.new_zeros(1)), chosen.shape[1])
 
 
 class _Beside(torch.autograd.Function):
@@ -271,20 +254,18 @@ class Experts(nn.Module):
             self.w2_bias = nn.Parameter(torch.empty(n_experts, dim))
             self.w3_bias = nn.Parameter(torch.empty(n_experts, hidden))
 
-    def forward(self, tokens: Tensor, weights: "Tensor | Choice", chosen: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """(tokens, dim); twice (tokens, top_k), the second int64 -> the weighted sum of each token's experts, (tokens, dim)."""
-        if isinstance(weights, Choice):
-            return self.results_of_rows(tokens, weights)
-        assert chosen is not None
         matrices = [local_weight(parameter) for parameter in self.parameters()]  # in the order of `Weights`
         mix = weights.float()
         if self.exchange is not None:
             group, ranks, _ = self.exchange
             capacity = self.exchange.capacity(chosen.numel())
             return exchanged_experts(tokens, chosen, mix, matrices, ranks, capacity, self.activation, group)
-        own, (order, inverse, counts, copies) = Weights(*matrices), Choice.of(chosen, self.n_experts)
-        rows, ends = _Reordered.apply(tokens, order, inverse, copies), counts.cumsum(0).int()
-        gate, up = own.gate_up(rows, ends)
+        own, copies = Weights(*matrices), chosen.shape[1]
+        _, order, positions, ends = Pairs.of(chosen, self.n_experts, chosen.numel())
+        inverse = positions.flatten()
+        gate, up = own.gate_up(_Reordered.apply(tokens, order, inverse, copies), ends)
         hidden = Activated.apply(gate, up, _Reordered.apply(mix.flatten()[:, None], order, inverse, 1), self.activation)
         results = _Reordered.apply(grouped_product(hidden, own.w2, ends, True, None), inverse, order, 1)
         mixed = results.unflatten(0, (-1, copies)).sum(dim=1)
@@ -292,17 +273,6 @@ class Experts(nn.Module):
             return mixed
         by_expert = mix.new_zeros(len(tokens), self.n_experts).scatter(1, chosen, mix)
         return mixed + mixed_biases(by_expert.type_as(mixed), own.b2)
-
-    def results_of_rows(self, tokens: Tensor, choice: "Choice") -> Tensor:
-        """What forks of 0.2 call, to be removed in 0.4: the result of each row, sorted by expert, without weights."""
-        if not torch.compiler.is_compiling():
-            warnings.warn(
-                "Experts(tokens, choice): give tokens, weights and chosen, and get their sum", FutureWarning, stacklevel=2
-            )
-        rows = choice.order
-        experts = torch.searchsorted(choice.counts.cumsum(0), torch.arange(len(rows), device=rows.device), right=True)
-        ones = torch.ones_like(experts, dtype=torch.float32)
-        return self.forward(tokens.index_select(0, rows // choice.copies), ones[:, None], experts[:, None])
 
 
 def routers_of(model: nn.Module) -> list[Router]:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import grouped, moe
 from models.blocks import SwiGLU
 from models.grouped import grouped_outer, grouped_product, grouped_sum
-from models.moe import Choice, Experts, MoE, Router
+from models.moe import Experts, MoE, Router
 from titanlite.config.schema import Optimizer
 from titanlite.optim.build import is_decayed, is_orthogonalized
 from titanlite.parallel.fsdp import split_dimension
@@ -74,20 +74,6 @@ def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens(router, sha
     ours, theirs = (torch.autograd.grad(result, inputs, gradients) for result in (found, expected))
     for gradient, by_hand in zip(ours, theirs, strict=True):
         assert (gradient - by_hand).norm() < 1e-5 * by_hand.norm()
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_forks_that_sort_rows_themselves_get_the_result_of_each_row(bias):
-    torch.manual_seed(0)
-    experts, tokens = Experts(4, 8, 6, bias=bias), torch.randn(5, 8)
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter)
-    weights, chosen = torch.rand(5, 4).topk(2)
-    choice = Choice.of(chosen, 4)
-    with pytest.warns(FutureWarning, match="tokens, weights and chosen"):
-        rows = experts(tokens, choice)
-    mixed = (rows[choice.inverse].unflatten(0, weights.shape) * weights[..., None]).sum(dim=1)
-    torch.testing.assert_close(mixed, experts(tokens, weights, chosen))
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
