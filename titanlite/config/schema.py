@@ -61,13 +61,13 @@ class Model(Section):
     hf_assets_path: Annotated[bounds.Text, ALWAYS, MAY_CHANGE] = ""
     """Folder with a tokenizer.json and, optionally, a tokenizer_config.json that names the end-of-text token. Empty: a
     byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
-    attention: Annotated[Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"], ALWAYS, MAY_CHANGE] = "auto"
+    attention: Annotated[Literal["auto", "cudnn", "flash", "efficient", "tiles", "math"], ALWAYS, MAY_CHANGE] = "auto"
     """The attention kernel in training. "auto": cuDNN on Hopper, FlashAttention on other GPUs, or the next best kernel that
     supports precision and head size; FlexAttention for document masks, windows, capped scores and sinks, for the first two by
     FlashAttention 4 where flash-attn-4 is installed and works. Any other value forces that kernel for the whole model; a
-    configuration that it does not support is refused. "efficient": PyTorch's memory-efficient attention. "flash3":
-    FlashAttention 3, a separate package for Hopper. "tiles": our own kernel for CPUs, which "auto" uses there for compiled
-    blocks in bfloat16 with at most 512 tokens. "math": stores all scores."""
+    configuration that it does not support is refused. "efficient": PyTorch's memory-efficient attention. "tiles": our own
+    kernel for CPUs, which "auto" uses there for compiled blocks in bfloat16 with at most 512 tokens. "math": stores all
+    scores."""
 
     @property
     def title(self) -> str:
