@@ -172,7 +172,7 @@ def exchange_counts(chosen: Tensor, ranks: int, experts: int, capacity: int, gro
     -> (3, ranks, parts) int64 on the host, for each part of the tokens: those that this rank sends to each rank and receives
     from each rank, and the rows that each rank receives from all.
     """
-    group, layout = group_of(group_name), Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
+    group, layout = resolve_process_group(group_name), Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
     sent = torch.stack([_per_part(numbers, layout) for numbers in (receivers_of(chosen, layout), chosen // experts)], dim=1)
     received = torch.empty_like(sent)  # (ranks, 2, parts)
     dist.all_to_all_single(received, sent, group=group)
@@ -196,11 +196,6 @@ def _(chosen: Tensor, ranks: int, experts: int, capacity: int, group_name: str) 
 
 
 exchange_counts.register_autograd(lambda ctx, _: (None,) * 5)
-
-
-def group_of(name: str) -> Any:
-    """PyTorch's operations name their groups too."""
-    return resolve_process_group(name)
 
 
 def _on_host(counts: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ from models.all_to_all import (
     begin,
     chunks,
     exchange_counts,
-    group_of,
     pack,
     receivers_of,
     unpack,
 )
 from models.grouped import ACTIVATIONS, Activation, grouped_outer, grouped_product, grouped_sum
 from models.once import once
+from models.torch_private import resolve_process_group
 
 
 class Rows(NamedTuple):
@@ -96,7 +96,7 @@ class Layer(NamedTuple):
         capacity: int,
         group_name: str,
     ) -> "Layer":
-        group, layout = group_of(group_name), layout_of(chosen, counts, weights, capacity)
+        group, layout = resolve_process_group(group_name), layout_of(chosen, counts, weights, capacity)
         return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, group.rank()), group, {})
 
     def sent(self, this: Chunk) -> Pairs:

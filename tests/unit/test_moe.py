@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import grouped, moe
 from models.blocks import SwiGLU
-from models.grouped import grouped_outer, grouped_product, grouped_sum
+from models.grouped import grouped_outer, grouped_product
 from models.moe import Experts, MoE, Router
 from titanlite.config.schema import Optimizer
 from titanlite.optim.build import is_decayed, is_orthogonalized
@@ -158,7 +158,6 @@ def test_the_operations_keep_the_rules_of_pytorch():
     torch.library.opcheck(grouped_product, (rows, weights, ends, True, torch.randn(3, 6, requires_grad=True)))
     torch.library.opcheck(grouped_product, (torch.randn(10, 6), weights, ends, False, None))
     torch.library.opcheck(grouped_outer, (torch.randn(10, 6), torch.randn(10, 4), ends))
-    torch.library.opcheck(grouped_sum, (torch.randn(10, 4), ends))
 
 
 def test_a_mixture_is_one_graph_and_other_routings_compile_nothing():

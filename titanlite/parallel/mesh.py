@@ -54,8 +54,11 @@ def needs_fsdp(config: Config, ranks: int) -> bool:
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of `resolve_degrees`, over all processes. Tensor-parallel neighbors are adjacent ranks."""
-    return init_device_mesh(device_type, tuple(degrees[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+    """The mesh of all processes, which call this together. Tensor-parallel neighbors are adjacent ranks.
+
+    degrees: those that are not 1; with "ep", which splits experts over ranks of other dimensions.
+    """
+    return init_device_mesh(device_type, tuple(degrees.get(name, 1) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:

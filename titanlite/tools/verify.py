@@ -26,7 +26,7 @@ from titanlite.data.mixture import open_data
 from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
-from titanlite.parallel.mesh import parts_of, ranks_of
+from titanlite.parallel.mesh import build_mesh, parts_of, ranks_of
 from titanlite.registry import own
 from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.registry.limits import refused_dimensions
@@ -38,7 +38,6 @@ from titanlite.verify.compare import (
     batches_of,
     begin,
     compare,
-    mesh_of,
     meshes_of,
     on_mesh,
     record,
@@ -116,11 +115,11 @@ def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int]) 
 
 
 def _record(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    return record(config, open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees), device)
+    return record(config, open_data(config, vocabulary_of(config.model)), build_mesh(degrees, device.type), device)
 
 
 def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    data, mesh = open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees)
+    data, mesh = open_data(config, vocabulary_of(config.model)), build_mesh(degrees, device.type)
     trajectory = record(config, data, mesh, device)
     batch = next(iter(batches_of(config, data, mesh)))
     return in_order(trajectory, noise_of(lambda: begin(config, mesh, device), batch))
@@ -128,7 +127,8 @@ def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, 
 
 def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) -> dict[str, Tensor]:
     """The gradients of the first step, in float64."""
-    config, data, mesh = replaced(config, **FLOAT64), open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees)
+    config, mesh = replaced(config, **FLOAT64), build_mesh(degrees, device.type)
+    data = open_data(config, vocabulary_of(config.model))
     return gradients_in_float64(lambda: begin(config, mesh, device), lambda _: iter(batches_of(config, data, mesh)))
 
 

@@ -30,7 +30,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.fsdp import GradientSync
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, parts_of, ranks_of, rng_rank
+from titanlite.parallel.mesh import data_degree, data_rank, parts_of, ranks_of, rng_rank
 from titanlite.registry.family import Family, family_of
 
 # mesh dimension -> its key in [parallelism]
@@ -68,11 +68,6 @@ def unsplittable(family: Family, model: Decoder, degrees: dict[str, int]) -> str
     if "pp" in degrees and (reason := pipeline.unsplittable(family, degrees["pp"])):
         return f"{reason}; pipeline parallelism refuses this model"
     return ""
-
-
-def mesh_of(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
-    """The mesh of these degrees, those that are not 1; all ranks together."""
-    return build_mesh({name: degrees.get(name, 1) for name in DIMENSIONS}, device.type)
 
 
 # ------------------------------------------------------------------------------------------------------------------ runs

@@ -30,7 +30,7 @@ from titanlite.ground.torch_private import AnyDropout
 from titanlite.launch.local_ranks import describe_error
 from titanlite.loop.loss import sequence_of
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.mesh import data_degree, data_rank, parts_of
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of
 from titanlite.registry.family import Family, family_of
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
@@ -43,7 +43,6 @@ from titanlite.verify.compare import (
     Trajectory,
     begin,
     everywhere,
-    mesh_of,
     on_mesh,
     record_run,
     relative_difference,
@@ -152,7 +151,7 @@ def gradients_small(
 def _builder(
     model: Model, sections: dict[str, dict[str, Any]], degrees: dict[str, int], device: torch.device
 ) -> Callable[[], Run]:
-    config, mesh = small_config(model), mesh_of(device, degrees)
+    config, mesh = small_config(model), build_mesh(degrees, device.type)
     if degrees:
         # Several microbatches on each mesh. Under tensor parallelism they have several rows, which on slices are no sequences.
         rows = GLOBAL_BATCH // 2 if degrees.get("tp", 1) > 1 and parts_of(degrees) == 1 else 1
