@@ -44,7 +44,7 @@ from titanlite.verify.compare import (
     replaced,
     unsplittable,
 )
-from titanlite.verify.rounding import FLOAT64, gradients_in_float64, in_order, noise_of, settle, tolerances
+from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of, settle, tolerances
 from titanlite.verify.small_runs import describe
 
 
@@ -122,7 +122,7 @@ def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, 
     data, mesh = open_data(config, vocabulary_of(config.model)), build_mesh(degrees, device.type)
     trajectory = record(config, data, mesh, device)
     batch = next(iter(batches_of(config, data, mesh)))
-    return in_order(trajectory, noise_of(lambda: begin(config, mesh, device), batch))
+    return trajectory._replace(noise=noise_of(lambda: begin(config, mesh, device), batch))
 
 
 def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ from titanlite.verify.compare import (
     replaced,
     whole,
 )
-from titanlite.verify.rounding import FLOAT64, gradients_in_float64, in_order, noise_of
+from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 ROUNDED = 0.05  # the share of weights that may be rounded to another value; the families of models/ have 0.003 at most
@@ -124,7 +124,7 @@ def train_small(
     buffers = _buffers(run.model, before)
     faults = _training_faults(run.model, trajectory, nonfinite)
     if not sections and not degrees and not drops and not faults:
-        trajectory = in_order(trajectory, noise_of(build, next(random_batches(run))))
+        trajectory = trajectory._replace(noise=noise_of(build, next(random_batches(run))))
     if run.config.compile.enable:
         faults += _recompilations(run)
     if saves is None:
@@ -280,7 +280,7 @@ def describe(comparison: Comparison) -> list[str]:
     """The differences beyond rounding of the first quantity that has any: the other quantities follow from it.
 
     Where the loss and the head's gradients are right, the fault is in the backward pass, which runs from the last layer to the
-    first: the gradients of the last layer that differs come in the order of the forward pass, and the fault is in the last of
+    first: the gradients of the last layer that differs come in the order of the model's parameters, and the fault is in one of
     them or behind it. Otherwise activations differ, so all gradients may differ, and the largest difference comes first.
     """
     excessive = comparison.excessive
