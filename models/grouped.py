@@ -1,9 +1,10 @@
-"""Grouped matmuls: rows that are sorted by expert, each expert's by a matrix of its own, as one operation of PyTorch's
-dispatcher. The number of rows of all experts together is fixed, so routing never changes a shape, and never compiles anything.
+"""Grouped matmuls: rows that are sorted by expert, times one matrix for each expert, as one operation of PyTorch's dispatcher.
+
+The number of rows of all experts together is fixed, so that routing never changes a shape, and nothing recompiles.
 `ACTIVATIONS` are what experts compute between their matmuls.
 
-`ends` (experts,) int32 says which rows are whose: expert e has the rows from ends[e - 1], or 0, up to ends[e]. Rows after the
-last end are nobody's, and so are those of the result, which are unwritten.
+`ends` (experts,) int32: expert e has the rows from ends[e - 1], or 0, up to ends[e]. Rows after the last end belong to no
+expert, and those of the result are unwritten.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """MoE layers (mixture of experts): a router sends each token to a few of many feed-forward layers, and no token is dropped.
 
 Rows of tokens are sorted by their expert, and each matmul multiplies every expert's rows by its own matrix (grouped.py).
-Experts know no tensor parallelism: sequence parallelism gives each rank its own tokens. With expert parallelism, rows are
-dispatched to the ranks that have their experts (exchange.py).
+Tensor parallelism does not split experts: sequence parallelism gives each rank its own tokens. With expert parallelism, tokens
+are dispatched to the ranks that have their experts (exchange.py).
 """
 
 import math
@@ -19,7 +19,7 @@ from models.grouped import Activated, ActivationName, grouped_product, mixed_bia
 from models.once import once
 from models.torch_private import collectives, wait_tensor
 
-# What the compiler never recomputes, for the reasons of once.py.
+# What the compiler never recomputes; once.py has the reasons.
 CHOICES = (torch.ops.aten.topk.default, torch.ops.titanlite.exchange_counts.default)
 # What selective checkpointing by operation keeps.
 KEEP = (
@@ -30,11 +30,11 @@ KEEP = (
 )
 
 
-class _Beside(torch.autograd.Function):
-    """x as it is. The gradient of a step's loss includes that of `beside`, (), although the loss does not."""
+class _AuxiliaryLoss(torch.autograd.Function):
+    """Returns x, and adds the gradient of an auxiliary loss, (), to the backward pass; the reported loss stays without it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, beside: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -121,7 +121,7 @@ def experts_from_hf(json: dict[str, Any]) -> int:
 
 
 class RouterLosses(NamedTuple):
-    """What training adds to a step's loss for each router; on every mesh the same, because both are sums over sequences."""
+    """The auxiliary losses of each router. They are the same on every mesh, because both are sums over sequences."""
 
     balance: float  # weight of a sequence's balance loss, divided by the number of sequences in a global batch
     z: float  # weight of a token's squared log-sum-exp of the logits, divided by the number of tokens in a global batch
@@ -174,7 +174,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.empty(n_experts) if bias else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (batch, seq, dim) -> two of (batch x seq, top_k)
-        """The weights, float32, and the numbers of the experts. In float32, since a rounded score can change the choice."""
+        """The weights, float32, and the numbers of the chosen experts. Scores are float32: rounding can change the choice."""
         bias = None if self.logit_bias is None else local_weight(self.logit_bias)
         logits = _wide_linear(x.flatten(0, 1), local_weight(self.weight), bias)
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
@@ -183,11 +183,11 @@ class Router(nn.Module):
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         if self.losses is not None and torch.is_grad_enabled():
-            weights = _Beside.apply(weights, self.own_loss(logits, scores, chosen, len(x), self.losses))
+            weights = _AuxiliaryLoss.apply(weights, self.auxiliary_loss(logits, scores, chosen, len(x), self.losses))
         return weights * self.scale, chosen
 
-    def own_loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, rows: int, losses: RouterLosses) -> Tensor:
-        """This rank's summand of what is added to the loss of a step, () float32. logits, scores: (tokens, experts).
+    def auxiliary_loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, rows: int, losses: RouterLosses) -> Tensor:
+        """This rank's summand of the auxiliary losses of a step, () float32. logits, scores: (tokens, experts).
 
         The z-loss keeps logits from drifting (Zoph et al., arXiv:2202.08906, equation 5). The balance loss of a sequence
         (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) is lowest when all experts get as many of its tokens. It is a
@@ -206,7 +206,7 @@ class Router(nn.Module):
         return total
 
     def count(self, chosen: Tensor) -> None:
-        """Keeps this pass's counts. A recomputation writes the same once more, so that nothing is counted twice."""
+        """Keeps the counts of this pass. They are overwritten, so that a recomputation counts nothing twice."""
         if self.counts is not None and torch.is_grad_enabled():
             experts = torch.arange(len(self.counts), device=chosen.device)
             self.counts.copy_((chosen.flatten()[:, None] == experts).sum(dim=0))
@@ -224,14 +224,14 @@ class Router(nn.Module):
 
 
 class Exchange(NamedTuple):
-    """The ranks among which experts are split, a run of equal length for each, and how many rows they receive at a time."""
+    """The ranks that experts are split over, equally and in order, and how many rows a rank receives at a time."""
 
     group_name: str
     ranks: int
-    factor: float  # of the rows that a rank receives when all experts get as many: at most so many at a time
+    factor: float  # the limit at a time, relative to the rows of a rank under balanced routing
 
     def capacity(self, rows: int) -> int:
-        """The rows that a rank receives at a time, where each rank has so many of its own."""
+        """The most rows that a rank receives at a time. rows: of each rank's own tokens."""
         return min(math.ceil(rows * self.factor), rows * self.ranks)
 
 
@@ -293,8 +293,8 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
         self.shared_input = nn.Identity() if shared is not None else None  # tensor parallelism gathers the sequence here
 
-    def numbers_of_a_token(self) -> int:
-        """How many numbers of router and experts each token is multiplied by."""
+    def active_parameters(self) -> int:
+        """The parameters of router and experts that each token is multiplied by."""
         stacks = sum(parameter.numel() for parameter in self.experts.parameters() if parameter.ndim == 3)
         return self.router.weight.numel() + stacks * self.router.top_k // self.experts.n_experts
 

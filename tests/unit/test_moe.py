@@ -217,7 +217,7 @@ def test_flops_are_counted_by_pytorch_and_by_predictions():
     with FlopCounterMode(display=False) as counter, Recorder({}) as recorder:
         layer(x).sum().backward()
     assert counter.get_total_flops() == recorder.work().flops == 3 * forward
-    assert layer.numbers_of_a_token() == forward / 2 / 18
+    assert layer.active_parameters() == forward / 2 / 18
 
 
 def test_a_router_of_bfloat16_matrices_has_the_logits_and_gradients_of_float32(monkeypatch):

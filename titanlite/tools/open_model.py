@@ -104,7 +104,7 @@ def _open_checkpoint(
     config = _trusted_config(found, source, name)
     if average and not config.optimizer.ema_decay:
         raise no_average(source)
-    # only training has further depths
+    # only training uses MTP modules
     left_out = [f"{prefix}further.*" for prefix in (WEIGHTS, AVERAGES)] if config.training.predict_further else []
     config = config.model_copy(update={"training": config.training.model_copy(update={"predict_further": 0})})
     cfg = config.model

@@ -95,7 +95,7 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
 
 
 def flex_kernel(attention: AttentionCore, config: Config) -> tuple[Backend | None, str]:
-    """The `backend` of `attend` for a GPU's masks, and whose kernel of FlexAttention that is, and why; "": it has no masks.
+    """The `backend` of `attend` for masks on a GPU, and the kernel of FlexAttention with the reason; "" if there are no masks.
 
     FlashAttention 4's is faster than Triton's by PyTorch's measurements (benchmarks/NOTES.md), where it can run.
     """
@@ -139,7 +139,7 @@ def faults(config: Config, family: Family) -> Iterator[str]:
 
 
 def masks(config: Config, family: Family, device: str) -> list[str]:
-    """What makes attention need a mask besides the causal one. Where keys are gathered, only the CPU's flash needs none."""
+    """What makes attention need a mask besides the causal one. Where keys are gathered, only flash on CPUs needs none."""
     window = getattr(family.config, "window", None)
     makers = {
         "training.document_mask = true": config.training.document_mask,
@@ -157,7 +157,7 @@ def flex_users(config: Config, family: Family) -> list[str]:
 
 
 def _not_plain(family: Family) -> str:
-    """What attention of a family computes beside plain attention; "" for nothing."""
+    """What a family's attention has besides plain attention; "" for nothing."""
     if getattr(family.config, "attention_softcap", None) is not None:
         return "the capped scores"
     return "the attention sinks" if getattr(family.config, "attention_sinks", False) else ""
@@ -204,7 +204,7 @@ def _version_of(package: str) -> str:
 
 @functools.cache
 def _flash4_fault(heads: int, kv_heads: int, head_dim: int, value_dim: int, precision: str, device: torch.device | int) -> str:
-    """What FlashAttention 4 does wrong under a mask of documents, beside Triton's kernel; "": nothing. It compiles both.
+    """How FlashAttention 4 differs from Triton's kernel under a document mask; "" if it does not. Compiles both kernels.
 
     One version had gradients that were 150 times too large, with the right result (Dao-AILab/flash-attention issue 2623).
     """

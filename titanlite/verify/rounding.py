@@ -22,7 +22,7 @@ from titanlite.verify.compare import FLOAT32, MARGIN, Comparison, Difference, Ru
 
 FLOAT64 = {"training": dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float64")}
 _ROUNDING = 2.0**-24  # relative, of a float32
-_PERTURBED = 4  # runs; the noise of a single number is small by chance in one run of ten
+_PERTURBED = 4  # runs; in one run of ten, the noise of a single value is small by chance
 
 Build = Callable[[], Run]
 
@@ -86,7 +86,7 @@ def tolerances(comparison: Comparison) -> list[str]:
 
 
 class _Widened(TorchFunctionMode):
-    """Computes in float64 also where a model requests float32."""
+    """Computes in float64 where a model requests float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:

@@ -54,7 +54,7 @@ from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 ROUNDED = 0.05  # the share of weights that may be rounded to another value; the families of models/ have 0.003 at most
 BUFFERS = 1e-3  # tolerance for what a few steps change in a buffer, as for the gradient norms of several steps
-TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
+TIMEOUT_SECONDS = 60  # of collectives, after a rank has failed
 _DROPPED = 0.1  # of the inputs of a block's parts
 _CHUNK = 12  # tokens at most, whose logits the head computes at once on a mesh: several chunks for a microbatch
 _SHOWN = 5  # differences where the forward pass is wrong
@@ -198,7 +198,7 @@ def forgotten_buffers(buffers: Buffers) -> list[str]:
 
 
 def buffer_differences(buffers: Buffers, reference: Buffers) -> list[str]:
-    """Buffers that differ between the ranks of a run, or that a run changes otherwise than the reference."""
+    """Buffers that differ between the ranks of a run, or whose change differs from that of the reference."""
     faults = [f"{name} differs between ranks" for name in buffers.unequal]
     for name, value in buffers.after.items():
         expected = reference.after[name]
@@ -266,9 +266,9 @@ def _equal_values(weights: dict[str, Tensor]) -> list[str]:
 
 
 def rounding_faults(split: Trajectory, alone: Trajectory) -> list[str]:
-    """Weights in bfloat16 that stochastic rounding does not round on a mesh as in one process, if they are many.
+    """A fault if stochastic rounding gives too many bfloat16 weights another value on a mesh than in one process.
 
-    Another order of a sum turns few of them. Random numbers that depend on the shard turn a tenth.
+    Another order of a sum changes few of them. Random numbers that depend on the shard change a tenth.
     """
     unequal = {name: update != split.updates[name] for name, update in alone.updates.items()}
     share = sum(each.sum().item() for each in unequal.values()) / sum(each.numel() for each in unequal.values())

@@ -78,8 +78,8 @@ class Check(NamedTuple):
 
     name: str
     run: Callable[[], list[str]]  # returns faults
-    after: tuple[str, ...] = ()  # rows without which it says nothing: it is not run if one of them has not passed
-    uses: tuple[str, ...] = ()  # rows whose results it needs: they run, too, if only this one is selected
+    after: tuple[str, ...] = ()  # rows that must have passed, or it is not run
+    uses: tuple[str, ...] = ()  # rows whose results it needs, which therefore run too
 
 
 class Table:
