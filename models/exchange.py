@@ -399,10 +399,8 @@ def exchanged_experts(
     tokens: (tokens, dim); chosen: (tokens, copies) int64; mix: the same shape, float32. weights: `Weights` of this rank's
     experts. capacity: the rows that a rank receives at a time. activation: of ACTIVATIONS. -> (tokens, dim)
     """
-    tokens, chosen = (
-        tokens.contiguous(),
-        once(lambda: chosen),
-    )  # a fork's router may choose otherwise when recomputed; counts belong to this choice
+    # once, because a fork's router may choose otherwise when recomputed, and counts belong to this choice
+    tokens, chosen = tokens.contiguous(), once(lambda: chosen)
     counts = once(lambda: exchange_counts(chosen, ranks, len(weights[0]), capacity, group_name))
     through, *kept = dispatch_experts(tokens, chosen, mix, counts, weights, capacity, activation, group_name)
     return combine_experts(through, tokens, chosen, mix, counts, weights, kept, capacity, activation, group_name)

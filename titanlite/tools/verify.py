@@ -1,8 +1,8 @@
-"""titanlite verify CONFIG.toml [--mesh 1 --mesh "dp_shard=2,tp=2" ...] [--steps 5] [--flavor F] [--section.key value ...]
+"""titanlite verify CONFIG.toml [--mesh 1 --mesh "dp_shard=2,tp=2" ...] [--steps 5] [--section.key value ...]
 
 Trains your own configuration for a few steps on each mesh, in float32, and compares every mesh with the first one: initial
 weights, global batches, losses, gradient norms, and the gradient of every parameter. The table names what differs. Scale a
-large model down with --flavor or other options: the command tests the mesh.
+large model down with --model.flavor or other options: the command tests the mesh.
 
 The tolerance of a gradient is 1e-5 of its norm, or ten times what rounding alone changes on the first mesh, and at most 5e-3. A
 larger difference that rounding may explain is decided in float64. Exit code 0: equal; 1: not equal; 2: a user error, or an
@@ -137,10 +137,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     parser.add_argument("config", type=nonempty)
     parser.add_argument("--mesh", type=nonempty, action="append", help="1, or dp_shard=2,tp=2 (default: those of check-model)")
     parser.add_argument("--steps", type=STEPS, default=5, help="(default: 5)")
-    parser.add_argument("--flavor", type=nonempty)
     known, options = parser.parse_known_args(words)
-    if known.flavor is not None:
-        options += ["--model.flavor", known.flavor]
     config = read_config(known.config, options)
     if idle := [*effects.faults(config.idle(Hardware()))]:  # before what follows settles them
         raise Faults(known.config, idle)
