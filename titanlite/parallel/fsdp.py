@@ -186,7 +186,7 @@ def waiting_units(model: Decoder) -> list[Any]:
 class _WholeReduceScatter(DefaultReduceScatter):
     """The reduce-scatter of a unit whose all-reduce is deferred. It refuses gradients of only some of the unit's parameters.
 
-    FSDP2 adds the flat results of a step's microbatches, and does not compare which parameters they are of. So it would sum
+    FSDP2 adds the flat results of a step's microbatches without checking which parameters they belong to. So it would sum
     gradients of different parameters that have the same size.
     """
 
