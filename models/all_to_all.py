@@ -1,8 +1,8 @@
-"""All-to-alls between tokens and the ranks that have their experts: what is sent when, and how.
+"""The all-to-alls of expert parallelism: how a rank's tokens are divided into chunks, and how a chunk is sent.
 
-A token goes once to each rank that has experts for it. A rank's tokens are divided into chunks, so that what a rank receives at
-a time has a bound under any routing, and one chunk's all-to-all runs beside another's matmuls. All ranks make the same chunks
-from the same counts, for which the host waits: the sizes of messages must be numbers.
+A token is sent once to each rank that has experts for it. The tokens of a rank are divided into chunks. That bounds what a rank
+receives at a time, under any routing, and overlaps the all-to-all of one chunk with the matmuls of another. All ranks make
+the same chunks from the same counts. The host waits for these counts, because the sizes of messages must be numbers.
 """
 
 from itertools import pairwise
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from models.torch_private import resolve_process_group
 
-KEPT = 2  # chunks, of which one is computed while the other is on its way
-_PARTS = 8  # of a rank's tokens, at least: so evenly they can be divided
+KEPT = 2  # chunks: one is computed while the other is in flight
+_PARTS = 8  # of a rank's tokens, at least; chunks consist of whole parts
 
 
 class Layout(NamedTuple):
@@ -30,18 +30,18 @@ class Layout(NamedTuple):
 
     @property
     def rows_of_token(self) -> int:
-        """That one rank receives, at most."""
+        """The most rows of one token on one rank."""
         return min(self.copies, self.experts)
 
     @property
     def room(self) -> int:
-        """Rows that a rank receives in one chunk, at most; a token of each rank always fits."""
+        """The most rows that a rank receives in one chunk; a token of each rank always fits."""
         of_token = self.ranks * self.rows_of_token
         return min(max(-(-self.capacity // KEPT), of_token), of_token * -(-self.tokens // KEPT))
 
     @property
     def part(self) -> int:
-        """So many tokens of each rank fit a chunk under any routing: chunks consist of such parts."""
+        """Tokens of each rank that fit a chunk under any routing; a chunk consists of such parts."""
         return min(self.room // (self.ranks * self.rows_of_token), max(1, self.tokens // _PARTS))
 
     @property
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 
     @property
     def kept_tokens(self) -> int:
-        """Received in the chunks that are kept, at most."""
+        """The most tokens that are received in the chunks that are kept."""
         return min(self.kept_chunks * self.room, self.ranks * self.tokens)
 
 
@@ -63,13 +63,13 @@ class Chunk(NamedTuple):
 
     first: int  # of this rank's tokens
     last: int
-    gives: list[int]  # tokens to each rank
-    takes: list[int]  # tokens from each rank
+    sends: list[int]  # tokens to each rank
+    receives: list[int]  # tokens from each rank
     rows: int  # that this rank computes
 
 
 def chunks(counts: Tensor, layout: Layout, rank: int) -> list[Chunk]:
-    """counts: of `exchange_counts`. As many chunks for all ranks, since they take part in each other's."""
+    """The chunks of this rank; all ranks have the same number of them. counts: of `exchange_counts`."""
     sent, received, rows = counts
     cuts = cuts_of(F.pad(rows.cumsum(1), (1, 0)), layout)
     return [
@@ -85,7 +85,7 @@ def chunks(counts: Tensor, layout: Layout, rank: int) -> list[Chunk]:
 
 
 def cuts_of(ends: Tensor, layout: Layout) -> list[int]:
-    """The parts at which chunks begin and end: few, and of equal work for the rank that receives most.
+    """The parts at which chunks begin and end: as few chunks as fit, with equal work for the rank that receives most.
 
     ends: (ranks, parts + 1), how many rows a rank has received before each part.
     """
@@ -101,23 +101,23 @@ def cuts_of(ends: Tensor, layout: Layout) -> list[int]:
 
 
 class Pairs(NamedTuple):
-    """Tokens beside numbers that they have (ranks, or experts), by number and then by token."""
+    """The pairs of a token and one of its numbers (ranks, or experts), sorted by number and then by token."""
 
     tokens: Tensor  # (n,) int64
-    chosen: Tensor  # (n,) int64: which of its numbers
-    positions: Tensor  # (tokens, copies) int64: of each pair in this order; n if it is none
+    chosen: Tensor  # (n,) int64: the position of each pair in the flattened numbers
+    positions: Tensor  # (tokens, copies) int64: where each pair is in this order; n if it is left out
     ends: Tensor  # (numbers,) int32: where each number's pairs end
 
     @classmethod
     def of(cls, numbers: Tensor, end: int, n: int) -> "Pairs":
-        """numbers: (tokens, copies) int; `end` is no number. n: how many are less than `end`."""
+        """numbers: (tokens, copies) int; pairs with `end` are left out. n: how many are less than `end`."""
         values, order = numbers.flatten().sort(stable=True)
         positions = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).clamp_(max=n)
         ends = torch.searchsorted(values, torch.arange(end, device=values.device, dtype=values.dtype), right=True).int()
         return cls(order[:n] // numbers.shape[1], order[:n], positions.view_as(numbers), ends)
 
     def sums(self, rows: Tensor) -> Tensor:
-        """Of each token's rows (n + 1, a), of which the last is not read -> (tokens, a). Summed in float32."""
+        """The sum of each token's rows, in float32: (n + 1, a) -> (tokens, a). The last row is not read."""
         return F.embedding_bag(self.positions, rows, mode="sum", padding_idx=len(self.tokens))
 
 
@@ -129,7 +129,7 @@ def receivers_of(chosen: Tensor, layout: Layout) -> Tensor:
 
 
 class Arriving(NamedTuple):
-    """Rows on their way to this rank."""
+    """An all-to-all in flight, and the rows that arrive here."""
 
     rows: Tensor
     work: Any
@@ -140,21 +140,21 @@ class Arriving(NamedTuple):
         return self.rows
 
 
-def begin(rows: Tensor, gives: list[int], takes: list[int], group: Any, into: Tensor | None = None) -> Arriving:
-    """Sends rows. into: what arrives is written to its first rows; if it is None, a tensor with one row more is made."""
-    whole = rows.new_empty(sum(takes) + 1, *rows.shape[1:]) if into is None else into
-    work = dist.all_to_all_single(whole[: sum(takes)], rows, takes, gives, group=group, async_op=True)
+def begin(rows: Tensor, sends: list[int], receives: list[int], group: Any, into: Tensor | None = None) -> Arriving:
+    """Begins an all-to-all of rows. into: gets the rows that arrive; None: a new tensor, with one row more."""
+    whole = rows.new_empty(sum(receives) + 1, *rows.shape[1:]) if into is None else into
+    work = dist.all_to_all_single(whole[: sum(receives)], rows, receives, sends, group=group, async_op=True)
     return Arriving(whole, work, rows)
 
 
 def pack(x: Tensor, *beside: Tensor) -> Tensor:
-    """x (n, dim) and more tensors of as many rows, with values of 4 bytes -> one tensor (n, width) int32."""
+    """x (n, dim) and other tensors of n rows, with values of 4 bytes -> one tensor (n, width) int32."""
     odd = x.shape[1] * x.element_size() % 4 != 0
     return torch.cat([each.view(torch.int32) for each in (*beside, F.pad(x, (0, 1)) if odd else x.contiguous())], dim=1)
 
 
 def unpack(packed: Tensor, dim: int, dtype: torch.dtype, *beside: torch.dtype) -> list[Tensor]:
-    """What `pack` was given, as views: x, and more tensors with the same number of columns."""
+    """The arguments of `pack` as views: x, and the others, which have equal numbers of columns."""
     width = -(-dim * dtype.itemsize // 4)
     *parts, x = packed.split([(packed.shape[1] - width) // len(beside)] * len(beside) + [width], dim=1)
     return [x.view(dtype)[:, :dim], *(part.view(kind) for part, kind in zip(parts, beside, strict=True))]
@@ -165,14 +165,14 @@ def unpack(packed: Tensor, dim: int, dtype: torch.dtype, *beside: torch.dtype) -
 
 @torch.library.custom_op("titanlite::exchange_counts", mutates_args=())
 def exchange_counts(chosen: Tensor, ranks: int, experts: int, capacity: int, group_name: str) -> Tensor:
-    """How much ranks send each other; the one place where the host waits for the device.
+    """How many tokens ranks send to each other. The host waits for the device here, and nowhere else.
 
     chosen: (tokens, copies) int64, the experts of this rank's tokens. experts: of each rank.
 
     -> (3, ranks, parts) int64 on the host, for each part of the tokens: those that this rank sends to each rank and receives
     from each rank, and the rows that each rank receives from all.
     """
-    group, layout = group_of(group_name), Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
+    group, layout = resolve_process_group(group_name), Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
     sent = torch.stack([_per_part(numbers, layout) for numbers in (receivers_of(chosen, layout), chosen // experts)], dim=1)
     received = torch.empty_like(sent)  # (ranks, 2, parts)
     dist.all_to_all_single(received, sent, group=group)
@@ -183,7 +183,7 @@ def exchange_counts(chosen: Tensor, ranks: int, experts: int, capacity: int, gro
 
 
 def _per_part(ranks: Tensor, layout: Layout) -> Tensor:
-    """How often each rank is among the numbers (tokens, copies) of each part -> (ranks, parts) int64."""
+    """How often each rank occurs in each part of the tokens: ranks (tokens, copies) -> (ranks, parts) int64."""
     missing = layout.parts * layout.part - layout.tokens
     of_parts = F.pad(ranks, (0, 0, 0, missing), value=layout.ranks).view(layout.parts, -1, 1)
     return (of_parts == torch.arange(layout.ranks, device=ranks.device)).sum(1).t()
@@ -198,11 +198,6 @@ def _(chosen: Tensor, ranks: int, experts: int, capacity: int, group_name: str) 
 exchange_counts.register_autograd(lambda ctx, _: (None,) * 5)
 
 
-def group_of(name: str) -> Any:
-    """PyTorch's operations name their groups too."""
-    return resolve_process_group(name)
-
-
 def _on_host(counts: Tensor) -> Tensor:
-    """The host waits here for the device, and nowhere else."""
+    """The copy for which the host waits."""
     return counts.to("cpu", copy=True)

@@ -1,11 +1,12 @@
 """Expert parallelism: tokens are dispatched to the ranks that have their experts, and the results are combined (all-to-all).
 
-No token is dropped, and memory is bounded under any routing (all_to_all.py). The backward pass finds what it needs of the first
-two chunks; others, which only uneven routing makes, are dispatched and computed again, so that what is kept has one size.
+No token is dropped, and memory is bounded under any routing (all_to_all.py). The forward pass keeps what the backward pass
+needs of the first two chunks. Other chunks, which only uneven routing makes, are dispatched and computed once more in the
+backward pass, so that what is kept has a fixed size.
 
-Everything is in operations of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph,
-and never again. The weights of experts multiply their hidden values, before the last matmul, which is linear. So no gradient
-needs the results, one sum returns for each rank that has experts of a token, and a recomputation can stop before combining.
+All of it is in operations of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph,
+and never recompiles. The weights of a token's experts multiply hidden values, before the last matmul, which is linear. So no
+gradient needs the results of experts, each rank returns one sum for a token, and a recomputation can stop before combining.
 """
 
 from collections.abc import Iterator
@@ -24,24 +25,24 @@ from models.all_to_all import (
     begin,
     chunks,
     exchange_counts,
-    group_of,
     pack,
     receivers_of,
     unpack,
 )
 from models.grouped import ACTIVATIONS, Activation, grouped_outer, grouped_product, grouped_sum
 from models.once import once
+from models.torch_private import resolve_process_group
 
 
 class Rows(NamedTuple):
-    """What this rank has received of a chunk."""
+    """The tokens of a chunk that this rank has received, and their rows."""
 
     x: Tensor  # (tokens, dim)
     mix: Tensor  # (rows + 1,) float32: the weight of each row; the last is unwritten
     pairs: Pairs  # of the received tokens and this rank's experts
 
     def spread(self, x: Tensor, size: int) -> Tensor:
-        """x of each row's token, (size, ...), the end unwritten. An operation's shapes must not depend on the routing."""
+        """Copies x of each row's token: (size, ...). The end is unwritten: shapes must not depend on the routing."""
         result = x.new_empty(size, x.shape[1])
         torch.index_select(x, 0, self.pairs.tokens, out=result[: len(self.pairs.tokens)])
         return result
@@ -53,13 +54,13 @@ class Rows(NamedTuple):
         return numbers.repeat_interleave(counts, output_size=len(self.pairs.tokens))
 
     def by_expert(self) -> Tensor:
-        """The weights of experts, (tokens, experts), 0 for those that a token has not chosen."""
+        """The weights of experts, (tokens, experts); 0 for experts that a token has not chosen."""
         result = self.x.new_zeros(len(self.x), len(self.pairs.ends))
         return result.index_put_((self.pairs.tokens, self.experts()), self.mix[:-1].type_as(result))
 
 
 class Weights(NamedTuple):
-    """Of the experts of a rank, in the order of the operations' arguments: three matrices of each, and maybe their biases."""
+    """The parameters of a rank's experts, in the order of the operations' arguments: three matrices, and maybe their biases."""
 
     w1: Tensor  # (experts, hidden, dim)
     w2: Tensor  # (experts, dim, hidden)
@@ -69,12 +70,12 @@ class Weights(NamedTuple):
     b3: Tensor | None = None  # (experts, hidden)
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of the two matmuls that the activation takes."""
+        """The two matmuls before the activation."""
         return grouped_product(rows, self.w1, ends, True, self.b1), grouped_product(rows, self.w3, ends, True, self.b3)
 
 
 class Layer(NamedTuple):
-    """The arguments of the operations, and what follows from them."""
+    """The arguments of the operations, and values derived from them."""
 
     tokens: Tensor  # (tokens, dim)
     chosen: Tensor  # (tokens, copies) int64
@@ -96,19 +97,19 @@ class Layer(NamedTuple):
         capacity: int,
         group_name: str,
     ) -> "Layer":
-        group, layout = group_of(group_name), layout_of(chosen, counts, weights, capacity)
+        group, layout = resolve_process_group(group_name), layout_of(chosen, counts, weights, capacity)
         return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, group.rank()), group, {})
 
     def sent(self, this: Chunk) -> Pairs:
-        """A chunk's tokens and the ranks to which they go."""
+        """The tokens of a chunk, sorted by the ranks that get them."""
         if this.first not in self.sorted:
             receivers = receivers_of(self.chosen[this.first : this.last], self.layout)
-            self.sorted[this.first] = Pairs.of(receivers, self.layout.ranks, sum(this.gives))
+            self.sorted[this.first] = Pairs.of(receivers, self.layout.ranks, sum(this.sends))
         return self.sorted[this.first]
 
     def dispatch(self, x: Tensor, this: Chunk, into: Tensor | None = None) -> Arriving:
-        """Sends x of a chunk's tokens, (tokens, ...), to the ranks that have their experts, to each one once."""
-        return begin(x.index_select(0, self.sent(this).tokens), this.gives, this.takes, self.group, into)
+        """Sends x of a chunk's tokens, (tokens, ...), once to each rank that has experts for them."""
+        return begin(x.index_select(0, self.sent(this).tokens), this.sends, this.receives, self.group, into)
 
     def dispatch_tokens(self, this: Chunk, into: Tensor | None = None) -> Arriving:
         """Sends a chunk's tokens, with the numbers and weights of their experts."""
@@ -116,9 +117,9 @@ class Layer(NamedTuple):
         return self.dispatch(pack(self.tokens[part], self.chosen[part].int(), self.mix[part]), this, into)
 
     def received(self, arrived: Tensor, this: Chunk) -> Rows:
-        """What `dispatch_tokens` of all ranks has brought here."""
+        """Unpacks what `dispatch_tokens` of all ranks has sent here."""
         tokens, experts = self.tokens, self.layout.experts
-        packed = arrived[: sum(this.takes)]
+        packed = arrived[: sum(this.receives)]
         x, numbers, mix = unpack(packed, tokens.shape[1], tokens.dtype, torch.int32, torch.float32)
         own = numbers - self.group.rank() * experts
         pairs = Pairs.of(own.masked_fill((own < 0) | (own >= experts), experts), experts, this.rows)
@@ -132,7 +133,7 @@ class Layer(NamedTuple):
         for number, this in enumerate(self.chunks):
             if number < self.layout.kept_chunks:
                 rows = self.received(arrived, this)
-                arrived = arrived[sum(this.takes) :]
+                arrived = arrived[sum(this.receives) :]
                 gate, up = (each[: this.rows + 1] for each in matmuls[2 * number :][:2])
                 yield this, rows, gate, up
             else:
@@ -145,7 +146,7 @@ def layout_of(chosen: Tensor, counts: Tensor, weights: list[Tensor], capacity: i
 
 
 def _arrived(tokens: Tensor, chosen: Tensor, layout: Layout) -> Tensor:
-    """Unwritten: for what arrives in the first two chunks, packed."""
+    """An unwritten buffer for the packed tokens of the first two chunks."""
     width = pack(tokens[:0], chosen[:0].int(), chosen[:0].int()).shape[1]
     return tokens.new_empty(layout.kept_tokens, width, dtype=torch.int32)
 
@@ -177,11 +178,11 @@ def dispatch_experts(
     arriving, matmuls, begun = list[Arriving](), list[Tensor](), 0
     for this in first:
         arriving.append(layer.dispatch_tokens(this, arrived[begun:]))
-        begun += sum(this.takes)
+        begun += sum(this.receives)
     for this in first:
         rows = layer.received(arriving.pop(0).wait(), this)
         matmuls += layer.weights.gate_up(rows.spread(rows.x, layer.layout.room + 1), rows.pairs.ends)
-    while len(matmuls) < 2 * layer.layout.kept_chunks:  # there is less to do than was allowed for
+    while len(matmuls) < 2 * layer.layout.kept_chunks:  # fewer chunks than there may be
         matmuls.append(torch.empty_like(matmuls[0]))
     return [tokens.new_empty(1, 1).expand(tokens.shape), arrived, *matmuls]
 
@@ -219,7 +220,7 @@ def combine_experts(
         sums = rows.pairs.sums(results)
         if layer.weights.b2 is not None:
             sums.addmm_(rows.by_expert(), layer.weights.b2)
-        returning.append((this, begin(sums, this.takes, this.gives, layer.group)))
+        returning.append((this, begin(sums, this.receives, this.sends, layer.group)))
         del results, sums, rows, gate, up  # before the next chunk has as much
         if len(returning) == KEPT:
             finish()
@@ -262,7 +263,7 @@ def experts_backward(
     for this, rows, gate, up in layer.computed(kept):
         gradient = (arriving.pop(0) if arriving else layer.dispatch(gradients[this.first : this.last], this)).wait()[:-1]
         back = _backward_of_chunk(gradient, rows, gate, up, layer.weights, to_weights, ACTIVATIONS[activation])
-        returning.append((this, begin(back, this.takes, this.gives, layer.group)))
+        returning.append((this, begin(back, this.receives, this.sends, layer.group)))
         del gradient, rows, gate, up, back
         if len(returning) == KEPT:
             finish()
@@ -398,7 +399,8 @@ def exchanged_experts(
     tokens: (tokens, dim); chosen: (tokens, copies) int64; mix: the same shape, float32. weights: `Weights` of this rank's
     experts. capacity: the rows that a rank receives at a time. activation: of ACTIVATIONS. -> (tokens, dim)
     """
-    tokens, chosen = tokens.contiguous(), once(lambda: chosen)  # a router of a fork may choose again; counts are of this choice
+    # once, because a fork's router may choose otherwise when recomputed, and counts belong to this choice
+    tokens, chosen = tokens.contiguous(), once(lambda: chosen)
     counts = once(lambda: exchange_counts(chosen, ranks, len(weights[0]), capacity, group_name))
     through, *kept = dispatch_experts(tokens, chosen, mix, counts, weights, capacity, activation, group_name)
     return combine_experts(through, tokens, chosen, mix, counts, weights, kept, capacity, activation, group_name)

@@ -16,7 +16,7 @@ _EPS = 1e-6
 
 
 class Further(nn.Module):
-    """One depth: both inputs are normalized and projected to the width of one, and a block follows.
+    """An MTP module: it normalizes both inputs, projects them together to the model's width, and runs a block.
 
     block: like the model's last one. weight: of the mean loss of all depths, relative to the model's own.
     """
@@ -29,7 +29,7 @@ class Further(nn.Module):
         self.block = block
 
     def own_initial(self) -> dict[str, Normal | Constant]:
-        """How what no family's table lists begins; the results of the projection have variance 1, as its inputs have."""
+        """Initial distributions, which no family's table lists. The projection keeps the variance of its inputs, 1."""
         norms = {name: Constant(1.0) for name in ("hidden_norm.weight", "embed_norm.weight")}
         return {**norms, "projection.weight": Normal(self.projection.in_features**-0.5)}
 
@@ -40,7 +40,7 @@ class Further(nn.Module):
 
 
 def further_of(model: nn.Module) -> dict[str, Further]:
-    """The modules of a model, depth by depth, by name; {} for most models.
+    """The MTP modules of a model, depth by depth, by name; {} for most models.
 
     With L blocks these names are L, L + 1, ...: the tables of a family match further.L.block as they match layers.L.
     """
@@ -48,12 +48,12 @@ def further_of(model: nn.Module) -> dict[str, Further]:
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
-    """All blocks of a Decoder: its layers, and those of further depths."""
+    """All blocks of a Decoder: its layers, and those of its MTP modules."""
     return [*model.layers.values(), *(each.block for each in further_of(model).values())]
 
 
 def run_with_arguments(model: Any, *inputs: Any) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The model's hidden states, and what it gave to its last block beside its hidden states, such as masks and rotations."""
+    """The model's hidden states, and the other arguments of its last block, such as masks and rotations."""
     given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     last = [*model.layers.values()][-1]
     hook = last.register_forward_pre_hook(lambda _, args, kwargs: given.append((args[1:], kwargs)), with_kwargs=True)

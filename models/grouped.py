@@ -1,9 +1,10 @@
-"""Grouped matmuls: rows that are sorted by expert, each expert's by a matrix of its own, as one operation of PyTorch's
-dispatcher. The number of rows of all experts together is fixed, so routing never changes a shape, and never compiles anything.
+"""Grouped matmuls: rows that are sorted by expert, times one matrix for each expert, as one operation of PyTorch's dispatcher.
+
+The number of rows of all experts together is fixed, so that routing never changes a shape, and nothing recompiles.
 `ACTIVATIONS` are what experts compute between their matmuls.
 
-`ends` (experts,) int32 says which rows are whose: expert e has the rows from ends[e - 1], or 0, up to ends[e]. Rows after the
-last end are nobody's, and so are those of the result, which are unwritten.
+`ends` (experts,) int32: expert e has the rows from ends[e - 1], or 0, up to ends[e]. Rows after the last end belong to no
+expert, and those of the result are unwritten.
 """
 
 from collections.abc import Callable
@@ -57,16 +58,10 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
-@torch.library.custom_op("titanlite::grouped_sum", mutates_args=())
 def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
-    """The sum of each expert's rows (n, a) -> (experts, a), summed in float32."""
-    ones = rows.new_ones(len(rows), 8)  # as wide as the kernel's alignment
-    if _has_kernel(rows, ones):
-        return grouped_outer(rows, ones, ends)[..., 0].contiguous()
-    result = rows.new_empty(len(ends), rows.shape[1])
-    for expert, (first, last) in enumerate(_runs(ends)):
-        torch.sum(rows[first:last], dim=0, out=result[expert])
-    return result
+    """The sum of each expert's rows (n, a) -> (experts, a), summed in float32 by a matmul with ones."""
+    ones = rows.new_ones(len(rows), 8)  # as wide as the alignment of PyTorch's kernel
+    return grouped_outer(rows, ones, ends)[..., 0].contiguous()
 
 
 @torch.library.custom_op("titanlite::mixed_biases", mutates_args=())
@@ -120,11 +115,6 @@ def _(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool, biases: Ten
 @grouped_outer.register_fake
 def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-
-
-@grouped_sum.register_fake
-def _(rows: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(ends.shape[0], rows.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -39,7 +39,7 @@ SIZES = {
 
 
 class Outputs(NamedTuple):
-    """What a teacher knows of a microbatch; its logits are computed from it for a chunk of tokens at a time."""
+    """A teacher's results for a microbatch, from which its logits are computed for a chunk of tokens at a time."""
 
     hidden: Tensor  # (tokens, dim), after the final norm
     weight: Tensor  # (rows, dim): this rank's rows of the vocabulary, which are those of the student's head

@@ -1,26 +1,25 @@
 """MoE layers (mixture of experts): a router sends each token to a few of many feed-forward layers, and no token is dropped.
 
 Rows of tokens are sorted by their expert, and each matmul multiplies every expert's rows by its own matrix (grouped.py).
-Experts know no tensor parallelism: sequence parallelism gives each rank its own tokens. With expert parallelism, rows are
-dispatched to the ranks that have their experts (exchange.py).
+Tensor parallelism does not split experts: sequence parallelism gives each rank its own tokens. With expert parallelism, tokens
+are dispatched to the ranks that have their experts (exchange.py).
 """
 
-import functools
 import math
-import warnings
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.all_to_all import Pairs
 from models.blocks import SwiGLU, local_weight
 from models.exchange import Weights, exchanged_experts
 from models.grouped import Activated, ActivationName, grouped_product, mixed_biases
 from models.once import once
 from models.torch_private import collectives, wait_tensor
 
-# What the compiler never recomputes, for the reasons of once.py.
+# What the compiler never recomputes; once.py has the reasons.
 CHOICES = (torch.ops.aten.topk.default, torch.ops.titanlite.exchange_counts.default)
 # What selective checkpointing by operation keeps.
 KEEP = (
@@ -31,28 +30,11 @@ KEEP = (
 )
 
 
-class Choice(NamedTuple):
-    """Which experts the rows of this rank go to; a token has a row for each of its experts."""
-
-    order: Tensor  # (rows,) int64: the rows sorted by expert; row r is of token r // copies
-    inverse: Tensor  # (rows,) int64: the position of each row in that order
-    counts: Tensor  # (experts,) int64: rows of each expert
-    copies: int  # rows of a token
-
-    @classmethod
-    def of(cls, chosen: Tensor, n_experts: int) -> "Choice":
-        """chosen: (tokens, copies) int64, the numbers of the experts."""
-        experts, order = chosen.flatten().sort(stable=True)
-        inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-        ends = torch.searchsorted(experts, torch.arange(n_experts, device=order.device), right=True)
-        return cls(order, inverse, ends.diff(prepend=ends.new_zeros(1)), chosen.shape[1])
-
-
-class _Beside(torch.autograd.Function):
-    """x as it is. The gradient of a step's loss includes that of `beside`, (), although the loss does not."""
+class _AuxiliaryLoss(torch.autograd.Function):
+    """Returns x, and adds the gradient of an auxiliary loss, (), to the backward pass; the reported loss stays without it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, beside: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -76,23 +58,6 @@ class _Reordered(torch.autograd.Function):
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return gradients.index_select(0, inverse).unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
-
-
-class _Aside(torch.autograd.Function):
-    """x for another stream of the device. Its gradients wait for all that the backward pass has queued there, also for the
-    gradients of weights: no edge of the graph brings these back to this stream, where FSDP2 reads them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, side: torch.cuda.Stream) -> Tensor:
-        side.wait_stream(torch.cuda.current_stream(x.device))
-        x.record_stream(side)  # the backward pass frees it on this stream, perhaps before the other one has read it
-        ctx.side = side
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
-        torch.cuda.current_stream(gradients.device).wait_stream(ctx.side)
-        return gradients, None
 
 
 def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
@@ -134,12 +99,6 @@ def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of shared experts: one for all layers, so that their memory is used again."""
-    return torch.cuda.Stream(device)
-
-
 # ---------------------------------------------------------------------------------------------------------------- modules
 
 
@@ -162,7 +121,7 @@ def experts_from_hf(json: dict[str, Any]) -> int:
 
 
 class RouterLosses(NamedTuple):
-    """What training adds to a step's loss for each router; on every mesh the same, because both are sums over sequences."""
+    """The auxiliary losses of each router. They are the same on every mesh, because both are sums over sequences."""
 
     balance: float  # weight of a sequence's balance loss, divided by the number of sequences in a global batch
     z: float  # weight of a token's squared log-sum-exp of the logits, divided by the number of tokens in a global batch
@@ -215,7 +174,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.empty(n_experts) if bias else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (batch, seq, dim) -> two of (batch x seq, top_k)
-        """The weights, float32, and the numbers of the experts. In float32, since a rounded score can change the choice."""
+        """The weights, float32, and the numbers of the chosen experts. Scores are float32: rounding can change the choice."""
         bias = None if self.logit_bias is None else local_weight(self.logit_bias)
         logits = _wide_linear(x.flatten(0, 1), local_weight(self.weight), bias)
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
@@ -224,11 +183,11 @@ class Router(nn.Module):
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         if self.losses is not None and torch.is_grad_enabled():
-            weights = _Beside.apply(weights, self.own_loss(logits, scores, chosen, len(x), self.losses))
+            weights = _AuxiliaryLoss.apply(weights, self.auxiliary_loss(logits, scores, chosen, len(x), self.losses))
         return weights * self.scale, chosen
 
-    def own_loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, rows: int, losses: RouterLosses) -> Tensor:
-        """This rank's summand of what is added to the loss of a step, () float32. logits, scores: (tokens, experts).
+    def auxiliary_loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, rows: int, losses: RouterLosses) -> Tensor:
+        """This rank's summand of the auxiliary losses of a step, () float32. logits, scores: (tokens, experts).
 
         The z-loss keeps logits from drifting (Zoph et al., arXiv:2202.08906, equation 5). The balance loss of a sequence
         (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) is lowest when all experts get as many of its tokens. It is a
@@ -247,7 +206,7 @@ class Router(nn.Module):
         return total
 
     def count(self, chosen: Tensor) -> None:
-        """Keeps this pass's counts. A recomputation writes the same once more, so that nothing is counted twice."""
+        """Keeps the counts of this pass. They are overwritten, so that a recomputation counts nothing twice."""
         if self.counts is not None and torch.is_grad_enabled():
             experts = torch.arange(len(self.counts), device=chosen.device)
             self.counts.copy_((chosen.flatten()[:, None] == experts).sum(dim=0))
@@ -265,14 +224,14 @@ class Router(nn.Module):
 
 
 class Exchange(NamedTuple):
-    """The ranks among which experts are split, a run of equal length for each, and how many rows they receive at a time."""
+    """The ranks that experts are split over, equally and in order, and how many rows a rank receives at a time."""
 
     group_name: str
     ranks: int
-    factor: float  # of the rows that a rank receives when all experts get as many: at most so many at a time
+    factor: float  # the limit at a time, relative to the rows of a rank under balanced routing
 
     def capacity(self, rows: int) -> int:
-        """The rows that a rank receives at a time, where each rank has so many of its own."""
+        """The most rows that a rank receives at a time. rows: of each rank's own tokens."""
         return min(math.ceil(rows * self.factor), rows * self.ranks)
 
 
@@ -295,20 +254,18 @@ class Experts(nn.Module):
             self.w2_bias = nn.Parameter(torch.empty(n_experts, dim))
             self.w3_bias = nn.Parameter(torch.empty(n_experts, hidden))
 
-    def forward(self, tokens: Tensor, weights: "Tensor | Choice", chosen: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """(tokens, dim); twice (tokens, top_k), the second int64 -> the weighted sum of each token's experts, (tokens, dim)."""
-        if isinstance(weights, Choice):
-            return self.results_of_rows(tokens, weights)
-        assert chosen is not None
         matrices = [local_weight(parameter) for parameter in self.parameters()]  # in the order of `Weights`
         mix = weights.float()
         if self.exchange is not None:
             group, ranks, _ = self.exchange
             capacity = self.exchange.capacity(chosen.numel())
             return exchanged_experts(tokens, chosen, mix, matrices, ranks, capacity, self.activation, group)
-        own, (order, inverse, counts, copies) = Weights(*matrices), Choice.of(chosen, self.n_experts)
-        rows, ends = _Reordered.apply(tokens, order, inverse, copies), counts.cumsum(0).int()
-        gate, up = own.gate_up(rows, ends)
+        own, copies = Weights(*matrices), chosen.shape[1]
+        _, order, positions, ends = Pairs.of(chosen, self.n_experts, chosen.numel())
+        inverse = positions.flatten()
+        gate, up = own.gate_up(_Reordered.apply(tokens, order, inverse, copies), ends)
         hidden = Activated.apply(gate, up, _Reordered.apply(mix.flatten()[:, None], order, inverse, 1), self.activation)
         results = _Reordered.apply(grouped_product(hidden, own.w2, ends, True, None), inverse, order, 1)
         mixed = results.unflatten(0, (-1, copies)).sum(dim=1)
@@ -316,17 +273,6 @@ class Experts(nn.Module):
             return mixed
         by_expert = mix.new_zeros(len(tokens), self.n_experts).scatter(1, chosen, mix)
         return mixed + mixed_biases(by_expert.type_as(mixed), own.b2)
-
-    def results_of_rows(self, tokens: Tensor, choice: "Choice") -> Tensor:
-        """What forks of 0.2 call, to be removed in 0.4: the result of each row, sorted by expert, without weights."""
-        if not torch.compiler.is_compiling():
-            warnings.warn(
-                "Experts(tokens, choice): give tokens, weights and chosen, and get their sum", FutureWarning, stacklevel=2
-            )
-        rows = choice.order
-        experts = torch.searchsorted(choice.counts.cumsum(0), torch.arange(len(rows), device=rows.device), right=True)
-        ones = torch.ones_like(experts, dtype=torch.float32)
-        return self.forward(tokens.index_select(0, rows // choice.copies), ones[:, None], experts[:, None])
 
 
 def routers_of(model: nn.Module) -> list[Router]:
@@ -347,37 +293,15 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
         self.shared_input = nn.Identity() if shared is not None else None  # tensor parallelism gathers the sequence here
 
-    def numbers_of_a_token(self) -> int:
-        """How many numbers of router and experts each token is multiplied by."""
+    def active_parameters(self) -> int:
+        """The parameters of router and experts that each token is multiplied by."""
         stacks = sum(parameter.numel() for parameter in self.experts.parameters() if parameter.ndim == 3)
         return self.router.weight.numel() + stacks * self.router.top_k // self.experts.n_experts
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> the same
-        side = self.stream_beside_exchange(x)
-        # first, so that the device has work while the exchange waits for the counts
-        shared = self.shared_results(x, side)
+        # the shared expert comes first, so that the device has work while the host waits for the counts of the dispatch
+        shared = self.shared(self.shared_input(x)) if self.shared is not None and self.shared_input is not None else None
         weights, chosen = self.router(x)
         self.router.count(chosen)
         mixed = self.experts(x.flatten(0, 1), weights, chosen).view_as(x)
-        if shared is None:
-            return mixed
-        if side is not None:
-            current = torch.cuda.current_stream(x.device)
-            current.wait_stream(side)
-            shared.record_stream(current)
-        return mixed + shared
-
-    def stream_beside_exchange(self, x: Tensor) -> torch.cuda.Stream | None:
-        """Where shared experts compute during the dispatch; None: on the same stream. Compiled blocks have one stream."""
-        dispatched = self.shared is not None and self.experts.exchange is not None
-        return _side_stream(x.device) if dispatched and x.is_cuda and not torch.compiler.is_compiling() else None
-
-    def shared_results(self, x: Tensor, side: torch.cuda.Stream | None) -> Tensor | None:
-        """What every token uses in addition, computed on `side` if it is given."""
-        if self.shared is None or self.shared_input is None:
-            return None
-        if side is None:
-            return self.shared(self.shared_input(x))
-        x = _Aside.apply(x, side)
-        with torch.cuda.stream(side):
-            return self.shared(self.shared_input(x))
+        return mixed if shared is None else mixed + shared

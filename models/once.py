@@ -1,4 +1,4 @@
-"""What is computed once for a forward pass of a block and its recomputation: a choice of experts, and the counts that follow.
+"""Results that a block's forward pass and its recomputation share: the choice of experts, and the counts that follow from it.
 
 A recomputation that rounds differently could send a token to another expert, and the host waits for counts. Selective
 checkpointing could keep them too, but its modes see every operation: 4 ms a block of the host's time (benchmarks/NOTES.md).
@@ -15,7 +15,7 @@ _thread = threading.local()  # autograd recomputes in threads of its own
 
 
 class Pass:
-    """Is entered around a forward pass of a block, or around a recomputation, which may happen more than once."""
+    """The context of a block's forward pass, or of a recomputation, of which there may be several."""
 
     def __init__(self, results: list[Tensor], again: bool):
         self.results, self.again = results, again

@@ -58,7 +58,7 @@ def heads_to_sequence(x: Tensor, split: Split) -> Tensor:
 
 
 def _exchange(x: Tensor, mesh: DeviceMesh, before: int, after: int) -> Tensor:
-    """Makes dimension `before` whole, which is split over the ranks, and splits `after`, which is whole."""
+    """Gathers dimension `before`, which is split over the ranks, and splits `after`, which is whole."""
     received = _AllToAll.apply(torch.stack(x.chunk(mesh.size(), dim=after)), mesh)
     return torch.cat(received.unbind(), dim=before)
 

@@ -131,9 +131,8 @@ class Cell(NamedTuple):
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Operations that its step must run: shared experts compute beside the exchange, where nothing is compiled."""
-        aside = "ep" in self.degrees and "compiled" not in self.variant
-        return (*VARIANTS[self.variant].runs, *(("aten.mm.default on another stream",) if aside else ()))
+        """Operations that its step must run."""
+        return VARIANTS[self.variant].runs
 
     @property
     def attention(self) -> tuple[str, ...]:

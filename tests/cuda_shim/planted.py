@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from models import all_to_all, llama3, moe
+from models import all_to_all, llama3
 from tests.cuda_shim import pretend
 from titanlite.data.batch import Batch
 from titanlite.loop import step
@@ -62,18 +62,9 @@ def _receivers_with_wait(chosen: torch.Tensor, layout: all_to_all.Layout) -> tor
     return receivers
 
 
-class _DoesNotWait(pretend.Stream):
-    def wait_stream(self, other: pretend.Stream) -> None: ...
-
-
-class _NobodyWaits(pretend.Stream):
-    def state(self) -> dict[pretend.Stream, int]:
-        return {}
-
-
-def _side_stream(kind: type[pretend.Stream]) -> Planted:
-    stream = kind()
-    return Planted(moe, "_side_stream", lambda _: stream, _MIXTURE)
+def _sum_on_another_stream(gradient: torch.Tensor) -> None:
+    with torch.cuda.stream(pretend.Stream()):
+        gradient.sum()
 
 
 _forward = pipeline.Stage.forward
@@ -106,6 +97,5 @@ PLANTED: dict[str, Planted] = {
     "a microbatch's number on the device": Planted(
         pipeline.Stage, "forward", _number_on_the_device, "PP 2 x FSDP 4, Interleaved1F1B, last rank, bfloat16"
     ),
-    "shared experts that do not wait for their input": _side_stream(_DoesNotWait),
-    "shared experts for which nobody waits": _side_stream(_NobodyWaits),
+    "a stream that does not wait": _before_clipping(_sum_on_another_stream),
 }

@@ -138,8 +138,6 @@ class Watch:
         stream, (module, _) = pretend.current_stream(), _function()
         if getattr(operation, "is_view", False) or operation.namespace == "prim":  # no kernel
             return
-        if stream is not pretend.default_stream() and module.startswith("models."):
-            self.operations.add(f"{operation} on another stream")
         for tensor in given:
             storage, writer, number = self._written.get(tensor.untyped_storage()._cdata, (None, stream, 0))
             if module and storage is not None and storage() is not None and not stream.comes_after(writer, number):

@@ -239,7 +239,7 @@ def of_kernel(name: str, precision: str, device: torch.device, mask: bool = Fals
     return found, attention_sentence(model, config)
 
 
-@pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "flash3", "efficient"])
+@pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "efficient"])
 def test_every_kernel_computes_what_the_mathematics_says(name, device):
     config = config_of({}, model={"attention": name}, training={"mixed_precision_param": "bfloat16"})
     if faults := list(attention_faults(config, family_of(config.model))):

@@ -36,8 +36,7 @@ _PLANTED = {
     "another copy of counts in the exchange": "host syncs: 8 copies of counts to the host in a step instead of 4",
     "a copy of counts outside of the exchange": "host sync: a blocking copy from cuda to cpu: aten._to_copy.default in ",
     "a microbatch's number on the device": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
-    "shared experts that do not wait for their input": "race: it does not wait for the stream that writes what it reads: ",
-    "shared experts for which nobody waits": "race: it does not wait for the stream that writes what it reads: aten.add.",
+    "a stream that does not wait": "race: it does not wait for the stream that writes what it reads: aten.sum.",
 }
 _OFTEN = ["an .item() in the step", "another copy of counts in the exchange"]
 

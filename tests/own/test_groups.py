@@ -22,7 +22,7 @@ from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.memory import kept_bytes
 from titanlite.registry.family import load_family
 from titanlite.transforms.groups import group_of
-from titanlite.transforms.meta import numbers_of_a_token, on_meta, training_flops
+from titanlite.transforms.meta import active_parameters, on_meta, training_flops
 from titanlite.verify.compare import Trajectory, compare
 
 FAMILY = load_family("tests.tiny", "plain")
@@ -99,7 +99,7 @@ def test_frozen_experts_count_with_the_experts_that_a_token_uses():
     family = load_family("tests.tiny_moe", "plain")
     model = on_meta(family, configured([{"pattern": "layers.*.experts.*", "frozen": True}]))
     layers = [module for module in model.modules() if hasattr(module, "experts")]
-    assert numbers_of_a_token(model, frozen=True) == sum(layer.numbers_of_a_token() for layer in layers) > 0
+    assert active_parameters(model, frozen=True) == sum(layer.active_parameters() for layer in layers) > 0
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

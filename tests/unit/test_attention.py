@@ -382,8 +382,7 @@ HALF = {"mixed_precision_param": "bfloat16"}
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if "cuda" in kernel.devices])
 def test_on_a_gpu_what_a_forced_kernel_cannot_do_is_refused(monkeypatch, name):
     fake_gpu(monkeypatch, 9, set())
-    monkeypatch.setattr(attention, "_flash3_fault", lambda: "")
-    masks, halves = name in ("efficient", "math"), name in ("cudnn", "flash", "flash3")
+    masks, halves = name in ("efficient", "math"), name in ("cudnn", "flash")
     assert refused(config_of(name, **HALF)) == []
     for config, expected, fine in (
         (config_of(name), 'training.mixed_precision_param = "float32"', not halves),

@@ -49,7 +49,7 @@ def test_every_recipe_is_sound_and_says_what_only_its_gpus_can_verify(recipe):
 
 TWO = "--parallelism.tensor_parallel_degree 2"
 OPTIONS = {
-    "--model.attention flash3": 'model.attention = "flash3"',
+    "--model.attention cudnn": 'model.attention = "cudnn"',
     "--training.document_mask true": "training.document_mask = true: FlexAttention",
     "--float8.enable true": 'float8.recipe_name = "tensorwise": needs a GPU of compute capability 8.9',
     "--parallelism.cpu_offload true": "parallelism.cpu_offload = true",
@@ -70,11 +70,11 @@ def test_an_option_that_only_a_gpu_has_is_no_fault_but_listed_unless_this_machin
 
 
 def test_the_command_lists_it_on_standard_error(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["titanlite check", str(FOLDER / "llama_8b_1gpu.toml"), "--model.attention", "flash3"])
+    monkeypatch.setattr("sys.argv", ["titanlite check", str(FOLDER / "llama_8b_1gpu.toml"), "--model.attention", "cudnn"])
     tool.main()
     out, err = capsys.readouterr()
     assert out == "" and "llama_8b_1gpu.toml: no faults; this machine has no GPU" in err
-    assert '\n  model.attention = "flash3": ' in err
+    assert '\n  model.attention = "cudnn": ' in err
     assert "\n  memory: 59.8 GiB a rank for parameters, gradients and optimizer state" in err
 
 

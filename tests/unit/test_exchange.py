@@ -66,7 +66,7 @@ def test_each_expert_of_a_token_is_computed_once_and_no_rank_receives_more_than_
         )
         assert computed == expected, (routing, layout)
         for own in of_ranks:
-            assert sum(sum(each.takes) for each in own[: layout.kept_chunks]) <= layout.kept_tokens
+            assert sum(sum(each.receives) for each in own[: layout.kept_chunks]) <= layout.kept_tokens
 
 
 def check_chunk(layout: Layout, chosen: Tensor, of_ranks: tuple[Chunk, ...]) -> list[tuple[int, int, int]]:
@@ -74,11 +74,11 @@ def check_chunk(layout: Layout, chosen: Tensor, of_ranks: tuple[Chunk, ...]) -> 
     arrived: list[list[tuple[int, int]]] = [[] for _ in of_ranks]  # (sender, token)
     for sender, this in enumerate(of_ranks):
         receivers = receivers_of(chosen[sender, this.first : this.last], layout)
-        tokens = (Pairs.of(receivers, layout.ranks, sum(this.gives)).tokens + this.first).tolist()
-        for receiver, gives in enumerate(this.gives):
-            part, tokens = tokens[:gives], tokens[gives:]
+        tokens = (Pairs.of(receivers, layout.ranks, sum(this.sends)).tokens + this.first).tolist()
+        for receiver, sends in enumerate(this.sends):
+            part, tokens = tokens[:sends], tokens[sends:]
             assert part == sorted(set(part)), "no token goes to a rank twice"
-            assert gives == of_ranks[receiver].takes[sender]
+            assert sends == of_ranks[receiver].receives[sender]
             arrived[receiver] += [(sender, token) for token in part]
         assert not tokens
     computed = []

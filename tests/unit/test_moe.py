@@ -5,15 +5,15 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import grouped, moe
 from models.blocks import SwiGLU
-from models.grouped import grouped_outer, grouped_product, grouped_sum
-from models.moe import Choice, Experts, MoE, Router
+from models.grouped import grouped_outer, grouped_product
+from models.moe import Experts, MoE, Router
 from titanlite.config.schema import Optimizer
 from titanlite.optim.build import is_decayed, is_orthogonalized
 from titanlite.parallel.fsdp import split_dimension
@@ -74,20 +74,6 @@ def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens(router, sha
     ours, theirs = (torch.autograd.grad(result, inputs, gradients) for result in (found, expected))
     for gradient, by_hand in zip(ours, theirs, strict=True):
         assert (gradient - by_hand).norm() < 1e-5 * by_hand.norm()
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_forks_that_sort_rows_themselves_get_the_result_of_each_row(bias):
-    torch.manual_seed(0)
-    experts, tokens = Experts(4, 8, 6, bias=bias), torch.randn(5, 8)
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter)
-    weights, chosen = torch.rand(5, 4).topk(2)
-    choice = Choice.of(chosen, 4)
-    with pytest.warns(FutureWarning, match="tokens, weights and chosen"):
-        rows = experts(tokens, choice)
-    mixed = (rows[choice.inverse].unflatten(0, weights.shape) * weights[..., None]).sum(dim=1)
-    torch.testing.assert_close(mixed, experts(tokens, weights, chosen))
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
@@ -172,7 +158,6 @@ def test_the_operations_keep_the_rules_of_pytorch():
     torch.library.opcheck(grouped_product, (rows, weights, ends, True, torch.randn(3, 6, requires_grad=True)))
     torch.library.opcheck(grouped_product, (torch.randn(10, 6), weights, ends, False, None))
     torch.library.opcheck(grouped_outer, (torch.randn(10, 6), torch.randn(10, 4), ends))
-    torch.library.opcheck(grouped_sum, (torch.randn(10, 4), ends))
 
 
 def test_a_mixture_is_one_graph_and_other_routings_compile_nothing():
@@ -232,7 +217,7 @@ def test_flops_are_counted_by_pytorch_and_by_predictions():
     with FlopCounterMode(display=False) as counter, Recorder({}) as recorder:
         layer(x).sum().backward()
     assert counter.get_total_flops() == recorder.work().flops == 3 * forward
-    assert layer.numbers_of_a_token() == forward / 2 / 18
+    assert layer.active_parameters() == forward / 2 / 18
 
 
 def test_a_router_of_bfloat16_matrices_has_the_logits_and_gradients_of_float32(monkeypatch):

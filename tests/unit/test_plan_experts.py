@@ -121,9 +121,9 @@ def of_each_rank(chosen: torch.Tensor, layout: Layout) -> list[Load]:
     found = []
     for rank in range(layout.ranks):
         of_rank = chunks(torch.stack((sent[rank], sent[:, rank], rows)), layout, rank)
-        gives, takes = (sum(sum(each) for each in sides) for sides in zip(*((c.gives, c.takes) for c in of_rank), strict=True))
-        stay = sum(each.gives[rank] for each in of_rank)
-        found.append(Load(len(of_rank), gives, stay, takes, sum(each.rows for each in of_rank)))
+        sends, receives = sum(sum(each.sends) for each in of_rank), sum(sum(each.receives) for each in of_rank)
+        stay = sum(each.sends[rank] for each in of_rank)
+        found.append(Load(len(of_rank), sends, stay, receives, sum(each.rows for each in of_rank)))
     return found
 
 

@@ -61,13 +61,13 @@ class Model(Section):
     hf_assets_path: Annotated[bounds.Text, ALWAYS, MAY_CHANGE] = ""
     """Folder with a tokenizer.json and, optionally, a tokenizer_config.json that names the end-of-text token. Empty: a
     byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
-    attention: Annotated[Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"], ALWAYS, MAY_CHANGE] = "auto"
+    attention: Annotated[Literal["auto", "cudnn", "flash", "efficient", "tiles", "math"], ALWAYS, MAY_CHANGE] = "auto"
     """The attention kernel in training. "auto": cuDNN on Hopper, FlashAttention on other GPUs, or the next best kernel that
     supports precision and head size; FlexAttention for document masks, windows, capped scores and sinks, for the first two by
     FlashAttention 4 where flash-attn-4 is installed and works. Any other value forces that kernel for the whole model; a
-    configuration that it does not support is refused. "efficient": PyTorch's memory-efficient attention. "flash3":
-    FlashAttention 3, a separate package for Hopper. "tiles": our own kernel for CPUs, which "auto" uses there for compiled
-    blocks in bfloat16 with at most 512 tokens. "math": stores all scores."""
+    configuration that it does not support is refused. "efficient": PyTorch's memory-efficient attention. "tiles": our own
+    kernel for CPUs, which "auto" uses there for compiled blocks in bfloat16 with at most 512 tokens. "math": stores all
+    scores."""
 
     @property
     def title(self) -> str:
@@ -204,18 +204,18 @@ class Parallelism(Section):
     context_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
     """Ranks over which each sequence is split. They share parameters, gradients and optimizer state too."""
     context_parallel_method: Annotated[Literal["gather", "ulysses"], _WITH_CONTEXT] = "gather"
-    """How attention reaches the other ranks' tokens. "gather": every rank gathers all keys and values. "ulysses": queries,
-    keys, values and the result are exchanged, the sequence for heads, whose numbers the degree must divide. "gather" sends less
-    while the degree is smaller than 1 + heads / key-value heads."""
+    """How attention communicates. "gather": every rank all-gathers keys and values. "ulysses": all-to-alls of queries, keys,
+    values and the result exchange the sequence for heads, whose numbers the degree must divide. "gather" sends less while the
+    degree is smaller than 1 + heads / key-value heads."""
     expert_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
-    """Ranks over which the experts of an MoE layer are split, and to which their tokens are dispatched. It is no further
-    dimension: it divides data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, and ranks with the same
-    experts shard these among each other."""
+    """Ranks over which the experts of an MoE layer are split, and to which their tokens are dispatched. It is not another
+    dimension of the mesh: it divides data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree. Ranks with
+    the same experts shard their parameters."""
     pipeline_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
     """Ranks over which the blocks are cut into stages, which send hidden states to each other. The microbatches of a step are
     those of accumulation: global_batch_size / (local_batch_size x data-parallel ranks)."""
     pipeline_parallel_schedule: Annotated[Schedules, _WITH_PIPELINE] = "1F1B"
-    """In which order stages work on microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
+    """The order in which stages run microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
     two or more, which makes the pipeline bubble shorter (docs/guides/parallelism.md)."""
     pipeline_parallel_layers_per_stage: Annotated[Literal[-1] | bounds.Count, _WITH_PIPELINE] = -1
     """Blocks of each stage but the last, which has the rest. -1: as many that the longest stage takes as few FLOPs as possible,
@@ -226,16 +226,16 @@ class Parallelism(Section):
     "never": kept for the backward pass (shard-grad-op, ZeRO-2). A number N: resharded over N ranks, so that the second gather
     stays among them; N divides the shard degree."""
     fsdp_prefetch: Annotated[int, Field(ge=1, le=1024), _WITH_FSDP] = 1
-    """How many blocks ahead parameters are gathered, in the forward and in the backward pass. FSDP2's own value is 1; each
-    further block costs memory for its parameters and hides more of a slow network."""
+    """How many blocks ahead parameters are gathered, in the forward and in the backward pass. The default of FSDP2 is 1;
+    each additional block costs memory for its parameters and hides more of a slow network."""
     reduce_every_microbatch: Annotated[bool, EffectiveWhen(_WITHOUT_PIPELINE, ACCUMULATION)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
     saves communication under accumulation; until then every rank keeps the whole model's gradients in float32. Replicas are
-    all-reduced once a step; only with true, and after every microbatch, the weight of a tied embedding and head, and all
-    gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces all once a step."""
+    all-reduced once a step. With true, they are all-reduced after every microbatch for the weight of a tied embedding and head,
+    and for all gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces once a step."""
     enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
     """Overlap the collectives of tensor parallelism with the adjacent matmuls, through symmetric memory. CUDA only,
-    within one NVLink domain; the compiler does it, so it needs compile.enable. With float8, reduce-scatters alone."""
+    within one NVLink domain; the compiler does it, so it needs compile.enable. With float8, only reduce-scatters overlap."""
     cpu_offload: Annotated[bool, EffectiveWhen(CUDA)] = False
     """Keep parameters, gradients and optimizer state in CPU memory and move one block at a time to the GPU. CUDA only."""
 
@@ -244,9 +244,9 @@ class Moe(Section):
     """MoE models (mixture of experts)."""
 
     max_tokens_factor: Annotated[float, Field(ge=0.01, le=1024.0, allow_inf_nan=False), _WITH_EXPERTS, MAY_CHANGE] = 1.5
-    """How many rows of tokens a rank receives for its experts at a time, relative to what it receives when all experts get as
-    many. Routing that sends it more takes additional chunks, with the same results, so that memory is bounded under any
-    routing. Higher values take memory for fewer chunks; from expert_parallel_degree on, one chunk is enough."""
+    """The most rows of tokens that a rank receives for its experts at a time, relative to balanced routing. Routing that sends
+    it more takes additional chunks, with the same results, so that memory is bounded under any routing. Higher values use more
+    memory and fewer chunks; from expert_parallel_degree on, one chunk is enough."""
     bias_update_speed: Annotated[bounds.NonNegative, ALWAYS] = 0.0
     """How far each step moves the bias of an expert in its router: up if it got fewer tokens of the global batch than the mean,
     down if more (DeepSeek-V3, arXiv:2412.19437: 1e-3). For models whose routers have such a bias."""
@@ -306,11 +306,11 @@ class ActivationCheckpoint(Section):
     memory_budget: Annotated[bounds.Fraction, EffectiveWhen('activation_checkpoint.mode = "memory_budget"')] = 0.5
     """With mode "memory_budget": the share of activations that is kept. 0: inputs only; 1: the compiler's default."""
     sequence_chunks: Annotated[bounds.Count, _WITH_FULL] = 1
-    """With mode "full": each feed-forward layer computes this many parts of the sequence one after another, and again in the
-    backward pass, so that only one part's results are there at a time. For long sequences."""
+    """With mode "full": each feed-forward layer computes the sequence in this many parts, and recomputes them one by one in the
+    backward pass, so that memory holds the activations of one part at a time. For long sequences."""
     offload: Annotated[bool, _WITH_FULL.and_when(CUDA)] = False
-    """With mode "full": the inputs of blocks are kept in the host's memory between forward and backward pass, and copied while
-    the GPU computes. For long sequences."""
+    """With mode "full": the inputs of blocks are in host memory between forward and backward pass; copies overlap with
+    computation. For long sequences."""
 
 
 class Compile(Section):

@@ -1,7 +1,7 @@
-"""Context parallelism: each sequence is split over ranks. models/split.py has the two methods; here are their faults.
+"""Context parallelism: each sequence is split over ranks. models/split.py has the two methods; this file checks them.
 
-Everything but attention works on single tokens, and runs on this rank's tokens as it is. Labels, positions and documents are
-made from the whole sequence before it is split (loop/loss.py), and `AttentionCore.core` communicates keys or heads.
+Everything but attention computes each token by itself, and runs unchanged on this rank's tokens. Labels, positions and
+documents are made from the whole sequence before it is split (loop/loss.py). `AttentionCore.core` communicates keys or heads.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from titanlite.config.schema import Config
 
 
 def apply_context_parallel(model: Decoder, config: Config, cp: DeviceMesh) -> None:
-    """Makes the loss split sequences over `cp`, unless that has one rank."""
+    """Makes the loss split sequences over `cp`, if that has several ranks."""
     model.context = (cp, config.parallelism.context_parallel_method) if cp.size() > 1 else None
 
 
@@ -52,6 +52,6 @@ def unsplittable(model: Decoder) -> str:
         return ""
     verb = "does" if len(without) == 1 else "do"
     return (
-        f"{', '.join(without)} {verb} not use AttentionCore.core of models/attention.py for all attention; it alone gets "
-        "what a token reads of another from the rank that has it"
+        f"{', '.join(without)} {verb} not use AttentionCore.core of models/attention.py for all attention; no other "
+        "attention gets keys and values from other ranks"
     )

@@ -1,9 +1,9 @@
-"""What the stages of a pipeline send: found by tracing the model on the meta device, block by block.
+"""Which tensors the stages of a pipeline send: found by tracing the model on the meta device, block by block.
 
 A stage runs the model's own `forward`. Blocks of other stages are not run: earlier ones return what was received from them,
 and later ones return zeros, which nothing uses. So a stage must receive every tensor that an earlier block has returned and
-that its own blocks, later ones or the head use, directly or through code between the blocks. All else that a block could leave
-for another (an attribute, a closure, a list, a parameter) stays behind on its rank, and is refused.
+that its own blocks, later ones or the head use, directly or through code between the blocks. What a block leaves
+for another in any other way (an attribute, a closure, a list, a parameter) would stay on its rank, so it is refused.
 """
 
 import copy
@@ -41,7 +41,7 @@ class NotCarried(UserError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor: its number."""
+    """The placeholder of a tensor: its number."""
 
     number: int
 
@@ -81,8 +81,8 @@ class Flow(NamedTuple):
 Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _Stand:
-    """Stands for an embedding or a block: its attributes are the module's, and a call goes to `run`."""
+class _Proxy:
+    """A proxy of an embedding or a block: its attributes are the module's, and a call goes to `run`."""
 
     _name: str
     _module: Any
@@ -104,8 +104,8 @@ class _Stand:
 def through(model: Decoder, run: Run) -> Decoder:
     """The same model, in whose forward pass each call of the embedding or a block is `run(name, module, args, kwargs)`."""
     view: Any = copy.copy(model)
-    layers = {name: _Stand(f"layers.{name}", block, run) for name, block in model.layers.items()}
-    with_children(view, model, {"embed": _Stand("embed", model.embed, run), "layers": layers})
+    layers = {name: _Proxy(f"layers.{name}", block, run) for name, block in model.layers.items()}
+    with_children(view, model, {"embed": _Proxy("embed", model.embed, run), "layers": layers})
     return view
 
 
@@ -160,7 +160,7 @@ class _Tracer(TorchDispatchMode):
         for owner in (self.owned.get(storage_of(each), f"{name}.") for each in own):
             if not owner.startswith(("head.", "embed.") if name == "head" else f"{name}."):  # which may be tied
                 raise NotCarried(f"{name} shares {owner}, which several ranks would train apart: give each block its own")
-        # Copies, since what it finds by another way is then no argument, even if it is the same tensor.
+        # Copies, so that a tensor which the block finds in another way is not among its arguments.
         args, kwargs = tree_map(self._copied, (args, kwargs))
         before, structure = tree_flatten((args, kwargs))
         self._begin(number, name, [*own, *(each for each in before if isinstance(each, Tensor))])
@@ -227,7 +227,7 @@ class _Tracer(TorchDispatchMode):
     def _use(self, tensor: Tensor, written: bool) -> None:
         """Raises NotCarried unless what runs may use this tensor."""
         storage, name = storage_of(tensor), self.call.name
-        maker, owner = self.makers.get(storage), self.owned.get(storage)  # None: it was there before; no parameter or buffer
+        maker, owner = self.makers.get(storage), self.owned.get(storage)  # None: made before the trace; no parameter or buffer
         if maker == self.number and storage not in self.returned:
             return
         if owner is not None and storage not in self.usable:

@@ -1,7 +1,7 @@
 """Expert parallelism: the experts of each MoE layer are split over ranks, to which tokens are dispatched (models/exchange.py).
 
-Experts know no tensor parallelism: sequence and context parallelism give each rank tokens of its own. So all ranks of a replica
-are data ranks for experts: neighbors have different experts, and ranks with equal experts share these as FSDP2 does.
+Tensor parallelism does not split experts: sequence and context parallelism give each rank its own tokens. So all ranks of a
+replica are data-parallel ranks for experts. Neighbors have different experts, and FSDP2 shards equal experts over their ranks.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from titanlite.parallel.mesh import WITHIN_A_REPLICA
 class ExpertMeshes(NamedTuple):
     """Two views of the ranks of a replica."""
 
-    split: DeviceMesh  # ("ep",): among which experts are split
-    fsdp: DeviceMesh  # what `fully_shard` takes for experts: the ranks with equal experts, after the replicas, if there are any
+    split: DeviceMesh  # ("ep",): the ranks that experts are split over
+    fsdp: DeviceMesh  # the mesh of `fully_shard` for experts: ([replicas,] ranks with equal experts)
 
 
 def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> ExpertMeshes | None:
-    """Splits experts over ranks, and makes their tokens go there; None where no experts are split."""
+    """Splits experts over ranks, to which their tokens are then dispatched; None where no experts are split."""
     degree = config.parallelism.expert_parallel_degree
     if degree == 1:
         return None
@@ -50,7 +50,7 @@ def expert_meshes(mesh: DeviceMesh, degree: int) -> ExpertMeshes:
 
 
 def unsplittable(model: nn.Module, degree: int) -> str:
-    """What a model has that cannot be split over so many ranks; "" if its experts can be."""
+    """What a model has that `degree` ranks cannot split, as in "the model has ..."; "" if they can split its experts."""
     numbers = {module.n_experts for module in experts_of(model)}
     if not numbers:
         return "no Experts of models/moe.py"

@@ -1,7 +1,7 @@
 """Data parallelism: FSDP2 over dp_shard and cp, replicas over dp_replicate.
 
-FSDP2 carries the mixed precision too. A process that is alone has nothing to gather or reduce, and casts parameters where they
-are used instead (transforms/cast.py), which costs less.
+FSDP2 does the mixed precision too. A single process has nothing to gather or reduce: it casts parameters where they are used
+(transforms/cast.py), which costs less.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ from titanlite.parallel.mesh import data_degree, fsdp_mesh
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.shards import local_part
 
-# PyTorch 2.11 has one mesh for all parameters of a unit. There, experts that are split are units inside of their block's.
+# PyTorch 2.11 has one mesh for all parameters of a unit. There, split experts are units inside their block's unit.
 MESH_PER_PARAMETER = mesh_per_parameter()
 
 
 def apply_fsdp(
     model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None = None, root: nn.Module | None = None
 ) -> None:
-    """Applies FSDP2 to embedding, blocks, further depths and head. Gradients are summed: the loss is divided already.
+    """Applies FSDP2 to embedding, blocks, MTP modules and head. Gradients are summed: the loss is divided already.
 
     of_experts: the mesh that shards experts, where that is not the one of all other parameters. root: what is called instead of
     the model.
@@ -74,7 +74,7 @@ def apply_fsdp(
         for experts in experts_of(model):
             fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
     options_of_blocks = options | {"shard_placement_fn": placement_fn}
-    for unit in [*blocks_of(model), *further_of(model).values()]:  # of a further depth what is around its block, too
+    for unit in [*blocks_of(model), *further_of(model).values()]:  # an MTP module is a unit around that of its block
         fully_shard(unit, reshard_after_forward=of_block, **options_of_blocks)
     embed, head = model.embed, model.head
     if embed is not None and head is not None and _tied(model):
@@ -102,10 +102,10 @@ def apply_fsdp(
 
 
 def _gather_ahead(model: Decoder, config: Config) -> None:
-    """Says which units are gathered while another one computes, where FSDP2 itself would not do it.
+    """Sets which units are gathered ahead of their use, where FSDP2's own prefetching is not enough.
 
-    FSDP2 gathers the next unit of the forward pass when the host comes to it. With expert parallelism the host waits in each
-    layer for the counts of its tokens, and comes too late.
+    In the forward pass, FSDP2 starts a unit's all-gather when the host reaches the unit. With expert parallelism the host
+    waits in each layer for the counts of its tokens, so that all-gathers would start too late.
     """
     depth, waits = config.parallelism.fsdp_prefetch, config.parallelism.expert_parallel_degree > 1
     blocks: list[list[Any]] = [
@@ -126,14 +126,14 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard:
 
 
 def _placement_on_two(parameter: nn.Parameter, ranks: int, apart: set[int], info: Any) -> Any:
-    """The placement of a parameter whose unit has two meshes. apart: parameters on the other one, which `info` describes."""
+    """The placement of a parameter whose unit has two meshes. apart: ids of those on the second, which `info` describes."""
     if id(parameter) not in apart:
         return _placement(parameter, ranks)
     return fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
 
 
 def _mesh_info(mesh: DeviceMesh) -> Any:
-    """A mesh as FSDP2 describes it: of shards, or of replicas and shards."""
+    """FSDP2's description of a mesh of shards, or of replicas and shards."""
     if mesh.ndim == 1:
         return fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -166,7 +166,7 @@ DEFERRED = GradientSync()  # where a float32 gradient is reduced in float32
 
 
 def choose_reductions(model: Decoder, deferred: GradientSync, last: bool) -> None:
-    """Before a microbatch: its gradients are reduced as `deferred` says. last: whether it is the last one of its step."""
+    """Call before a microbatch, to choose which of its gradients are reduced. last: whether it is the last one of its step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or not deferred.shards)
         if deferred.replicas:
@@ -175,7 +175,7 @@ def choose_reductions(model: Decoder, deferred: GradientSync, last: bool) -> Non
 
 
 def waiting_units(model: Decoder) -> list[Any]:
-    """The units of FSDP2 whose all-reduce over replicas can wait: those that reduce all their parameters at once.
+    """The FSDP2 units whose all-reduce over replicas can be deferred: those that reduce all their parameters at once.
 
     The unit of a tied embedding and head does not, since the two run at different times.
     """
@@ -184,10 +184,10 @@ def waiting_units(model: Decoder) -> list[Any]:
 
 
 class _WholeReduceScatter(DefaultReduceScatter):
-    """The reduce-scatter of parameters of a unit whose all-reduce waits; refuses gradients of only some of them.
+    """The reduce-scatter of a unit whose all-reduce is deferred. It refuses gradients of only some of the unit's parameters.
 
-    FSDP2 adds the flat results of a step's microbatches without knowing whose values they are. Results of equal size from
-    different parameters would be added to each other.
+    FSDP2 adds the flat results of a step's microbatches without checking which parameters they belong to. So it would sum
+    gradients of different parameters that have the same size.
     """
 
     def __init__(self, unit: str, group: Any) -> None:
@@ -225,7 +225,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The unit of tied embedding and head has run the head last, waits for the embedding, and would stay gathered.
+            # The unit of a tied embedding and head expects another forward pass of the embedding, so it would stay gathered.
             for group in fsdp_groups(module):
                 set_training_state(group, TrainingState.IDLE)
             module.reshard()

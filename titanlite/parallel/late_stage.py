@@ -1,10 +1,10 @@
-"""A stage of a pipeline that allocates late: what a microbatch does not need yet does not exist.
+"""A pipeline stage that allocates the buffers of a microbatch only when they are needed.
 
 PyTorch's stages allocate buffers for the hidden states and the gradients of every microbatch of a step before it begins: for
-405B on 512 GPUs, with 256 microbatches, 16 GiB a rank. In its "1F1B" few microbatches are between their passes at a time.
+405B on 512 GPUs, with 256 microbatches, 16 GiB a rank. With "1F1B", only a few microbatches are in flight at a time.
 
 PyTorch's schedules compute the loss after the last forward pass. titanlite's head computes gradients with it, the weight's in
-float32: for 8B, 2 GiB for each microbatch that waits for its backward pass. So the loss is computed when that begins.
+float32: for 8B, 2 GiB for each microbatch in flight. So the loss is computed when the backward pass begins.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,25 +19,25 @@ _META = torch.device("meta")  # tensors without memory
 
 
 class LateStage(PipelineStage):
-    """A stage of PyTorch's with such buffers and such a loss, whose module knows the microbatch.
+    """PyTorch's stage with late buffers and a late loss. It gives its module the number of the microbatch.
 
-    Traces have a range for each pass, and errors of the model stay as they are.
+    Each pass is a named range of profiler traces. Errors of the model are raised unchanged.
     """
 
     loss_of: Callable[[Tensor, int], Tensor]  # of the last stage's hidden states, (batch, seq, dim), and their microbatch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        # No input: FSDP2 copies tensors to the device, where the host would wait to read one; 2.11 takes nothing but tensors.
+        # Not as an input: FSDP2 would copy a tensor to the device, where reading it is a host sync; 2.11 takes tensors only.
         self.submod.microbatch = fwd_chunk_id  # type: ignore[assignment]  # the attribute of Stage
         with self._range("forward", fwd_chunk_id):
             try:
                 return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             except RuntimeError as error:
                 wrapped = error
-            raise wrapped.__cause__ or wrapped  # PyTorch's own has neither the class nor the words of its cause
+            raise wrapped.__cause__ or wrapped  # PyTorch's error has neither the class nor the message of its cause
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        # a first call without a backward pass has made buffers without gradients, which PyTorch 2.11 would keep
+        # a first call without backward passes has made buffers that require no gradient, which PyTorch 2.11 would keep
         _replace(self.args_recv_info[fwd_chunk_id], self.device, requires_grad=self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
@@ -59,11 +59,11 @@ class LateStage(PipelineStage):
             _replace([*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]], _META)
 
     def _range(self, kind: str, number: int) -> Any:
-        """A range of a trace: PyTorch's schedules have names of their own in some, and in "1F1B" none."""
+        """A named range of a trace. Only some of PyTorch's schedules name their passes, and "1F1B" does not."""
         return record_function(f"stage {self.stage_index} {kind}, microbatch {number}")
 
     def clear(self) -> None:
-        """Frees what a step without backward passes has left."""
+        """Frees the buffers that a step without backward passes leaves."""
         self.clear_runtime_states()
         _replace((info for infos in self.args_recv_info.values() for info in infos), _META)
 
@@ -74,7 +74,7 @@ class LateStage(PipelineStage):
         return self._on_meta(super()._prepare_backward_infra, *args, **named)
 
     def _on_meta(self, prepare: Any, *args: Any, **named: Any) -> Any:
-        """Prepares buffers without memory. Shapes are given, so nothing else is made on the device."""
+        """Prepares buffers on the meta device. Shapes are known, so PyTorch makes nothing else on the device."""
         device, self.device = self.device, _META
         try:
             return prepare(*args, **named)
@@ -90,7 +90,7 @@ def _message(grad: Tensor | None, received: Tensor | None) -> Tensor | None:
 
 
 def _replace(infos: Iterable[Any], device: torch.device, requires_grad: bool = False) -> None:
-    """Gives buffers on another device. Inputs of the first stage have none: None, and in PyTorch 2.11 no such attribute."""
+    """Replaces buffers by empty ones on `device`. Inputs of the first stage have none, in PyTorch 2.11 not even the name."""
     for info in infos:
         buffer = getattr(info, "buffer", None)
         if buffer is not None and buffer.device.type != device.type:

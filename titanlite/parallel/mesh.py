@@ -21,7 +21,7 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # ranks that read different samples
 # Ranks whose losses are parts of the global batch's. Of a pipeline, only the last stage's is not 0.
 LOSS_DIMENSIONS = ("pp", *DATA_DIMENSIONS, "cp")
-WITHIN_A_REPLICA = ("dp_shard", "cp", "tp")  # ranks that have a stage's layers together, and each some tokens
+WITHIN_A_REPLICA = ("dp_shard", "cp", "tp")  # ranks that share the parameters of a stage; each has its own tokens
 WITHIN_A_STAGE = ("dp_replicate", *WITHIN_A_REPLICA)  # ranks that have the same layers
 
 
@@ -49,17 +49,20 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
-    """Whether FSDP2 has something to gather, to fetch, or to accumulate in another precision: where its keys have an effect."""
+    """Whether FSDP2 is used: to gather, to offload, or to accumulate in another precision. Its keys need that."""
     return effective_when(Parallelism.model_fields["fsdp_prefetch"]).failing(config, Hardware(ranks=ranks)) is None
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of `resolve_degrees`, over all processes. Tensor-parallel neighbors are adjacent ranks."""
-    return init_device_mesh(device_type, tuple(degrees[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+    """The mesh of all processes, which call this together. Tensor-parallel neighbors are adjacent ranks.
+
+    degrees: those that are not 1; with "ep", which splits experts over ranks of other dimensions.
+    """
+    return init_device_mesh(device_type, tuple(degrees.get(name, 1) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What `fully_shard` takes: the ranks that share the parameters, after the replicas, if there are any."""
+    """The mesh of `fully_shard`: ([replicas,] ranks that share the parameters)."""
     shards = mesh["dp_shard"] if mesh["cp"].size() == 1 else flatten(mesh["dp_shard", "cp"], "dp_shard_cp")
     return concatenate([mesh["dp_replicate"], shards]) if mesh["dp_replicate"].size() > 1 else shards
 
@@ -75,7 +78,7 @@ def parts_of(degrees: dict[str, int]) -> int:
 
 
 def sequence_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that have parts of the same sequences, between which context and sequence parallelism split them."""
+    """The ranks that context and sequence parallelism split the same sequences over."""
     return flatten(mesh["cp", "tp"], "cp_tp")
 
 
@@ -106,7 +109,7 @@ def loss_degree(mesh: DeviceMesh) -> int:
 
 
 def rng_rank(mesh: DeviceMesh) -> int:
-    """Which random numbers this process draws in a forward pass: no two ranks compute the same activations."""
+    """The number that seeds this process in a forward pass: one for each rank, as no two compute the same activations."""
     return _number(mesh, DIMENSIONS)
 
 

@@ -1,7 +1,7 @@
 """The order in which a model is changed before it has memory: one list of steps, and why the order matters.
 
-A step is the faults of a configuration that it could not carry out, and its change of the model. `titanlite.loop.checks` lists
-the faults of all steps before any process starts, so that no step looks for them again.
+A step has a check, which lists the faults of a configuration, and a change of the model. `titanlite.loop.checks` runs the
+checks of all steps before any process starts, so that no change repeats them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ from titanlite.transforms.offload import Offload
 
 @dataclass
 class Build:
-    """What the steps need to know of a run, and what a step leaves for a later one."""
+    """What the steps read of a run, and what a step passes to a later one."""
 
     family: Family
     config: Config
@@ -155,7 +155,7 @@ STEPS = (
         of_module(lambda s: tensor.faults(s.config, s.family, s.model)),
         ("model",),
     ),
-    # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.
+    # Casts come before recomputation and the compiler, which recompute them or fuse them into other kernels.
     Step("casts", _cast),
     # The compiler must see which operations are kept, so that selection goes inside of what it compiles.
     Step("activation checkpointing", _checkpoint_operations, lambda s: recompute.faults(s.config)),
@@ -168,9 +168,9 @@ STEPS = (
     Step("compile", _compile, lambda s: compile.faults(s.config)),
     # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.
     Step("checkpointed blocks", _checkpoint_blocks),
-    # Not earlier: what came before depends on the numbers of layers, and patterns can name one.
+    # Not earlier: steps before this one count layers, and patterns can name one.
     Step("fewer layers", _drop_layers),
-    # As late, since tables name all of a model.
+    # As late, because the tables cover the whole model.
     Step(
         "pipeline",
         _cut_into_stages,
@@ -190,7 +190,7 @@ def parallelize(
     device: of the kernels. layers: the names of the blocks to keep; predictions measure a few. None: all. The checks of
     `STEPS` have passed.
     """
-    # Adapters come first: what splits, casts, saves or initializes parameters then finds theirs like any other.
+    # Adapters come first: later steps split, cast, save and initialize their parameters like any other.
     model, build = on_meta(family, config), Build(family, config, mesh, device, layers)
     for step in STEPS:
         step.apply(model, build)

@@ -23,7 +23,7 @@ from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.registry.family import Family
-from titanlite.transforms.meta import numbers_of_a_token, on_meta
+from titanlite.transforms.meta import active_parameters, on_meta
 
 _T = TypeVar("_T")
 
@@ -59,17 +59,17 @@ def split_layers(config: Config, family: Family, model: Decoder) -> list[list[st
 
 
 def costs(config: Config, family: Family, model: Decoder) -> tuple[dict[str, float], float]:
-    """What each block, and the head, computes for a token, in multiplications of a forward pass."""
-    matmuls = {name: numbers_of_a_token(block) for name, block in model.layers.items()}
-    of_head = numbers_of_a_token(model.head)
-    # 6 FLOPs of training for each of them; what remains is attention, of which all blocks get the same
+    """The multiplications of a forward pass for a token: of each block, and of the head."""
+    matmuls = {name: active_parameters(block) for name, block in model.layers.items()}
+    of_head = active_parameters(model.head)
+    # training takes 6 FLOPs for each; the rest is attention, which is divided equally among the blocks
     every = family.module.flops(family.config, config.training.seq_len).causal / 6
     attention = (every - sum(matmuls.values()) - of_head) / len(matmuls)
     return {name: numbers + attention for name, numbers in matmuls.items()}, of_head
 
 
 def stage_costs(config: Config, family: Family, model: Decoder) -> list[float]:
-    """What each stage computes for a token, as in `costs`."""
+    """The multiplications of each stage for a token, as in `costs`."""
     layers, (blocks, of_head) = split_layers(config, family, model), costs(config, family, model)
     sums = [sum(blocks[name] for name in names) for names in layers]
     return [*sums[:-1], sums[-1] + of_head]
@@ -103,7 +103,7 @@ def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
 
 
 class StageAssignment(NamedTuple):
-    """What a rank of a pipeline has of a model."""
+    """The parts of a model on one rank of a pipeline."""
 
     stages: dict[int, list[str]]  # number of a stage -> its blocks
     embed: bool
@@ -131,7 +131,7 @@ def assign_stages(config: Config, family: Family, model: Decoder) -> list[StageA
 
 
 def flow_of(config: Config, family: Family, tp: DeviceMesh) -> Flow:
-    """What a rank's blocks return in a run: shapes are those of its part of the sequence, dtypes those that FSDP2 casts to."""
+    """The flow of a run on one rank: shapes are those of its part of the sequence, dtypes those that FSDP2 casts to."""
     training = config.training.model_copy(update={"dtype": config.training.mixed_precision_param})
     model = on_meta(family, config.model_copy(update={"training": training}))
     apply_tensor_parallel(model, family, tp)
@@ -256,13 +256,13 @@ class Pipeline:
         return self._losses
 
     def _loss_after_forward(self, hidden: Tensor, number: Tensor) -> Tensor:
-        """PyTorch requests a loss after each forward pass of the last stage; one with a backward pass follows later."""
+        """PyTorch requests a loss after each forward pass of the last stage. The one with gradients follows in `LateStage`."""
         if self._parts[-1].has_backward:
-            return hidden.new_zeros(())  # in the place of the loss, which nothing reads
+            return hidden.new_zeros(())  # a placeholder, which nothing reads
         return self._backward_loss(hidden, int(number))
 
     def _backward_loss(self, hidden: Tensor, number: int) -> Tensor:
-        """What the last stage's backward pass begins with, () float32, for a microbatch's hidden states (batch, seq, dim)."""
+        """The loss at which the last stage's backward pass begins, () float32. hidden: a microbatch's (batch, seq, dim)."""
         assert self.head is not None
         summed = self.head(hidden, self.stages[-1].microbatches[number].labels)
         self._losses[number] = summed.detach()
@@ -355,7 +355,7 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
 
 
 def _frozen(layers: list[list[str]], model: Decoder) -> Iterator[str]:
-    """Stages that would have no backward pass, and their ranks perhaps no optimizer: only blocks elsewhere are trained."""
+    """Stages without a trained block: they would have no backward pass, and their ranks perhaps no optimizer."""
     for number, names in enumerate(layers):
         if not any(parameter.requires_grad for name in names for parameter in model.layers[name].parameters()):
             where = f"stage {number}, blocks {', '.join(names)}"

@@ -1,9 +1,9 @@
-"""Tensor and sequence parallelism: what the names of a sharding table mean, and their faults.
+"""Tensor and sequence parallelism: what the names of a sharding table mean, and checks of such a table.
 
-Between modules flow plain local tensors: slices (batch, seq / tp, dim) on the residual path, (batch, seq, heads / tp, ...)
-inside attention. Splitting the tokens outside of the matrices is sequence parallelism (Korthikanti et al., arXiv:2205.05198).
-A rank's slice is a run of the microbatch's tokens, one sequence after the other, in the shape of a part of each sequence.
-Collectives join the ranks' buffers one after the other, so a part of each sequence would be copied before and after each.
+Modules pass plain local tensors: slices (batch, seq / tp, dim) on the residual path, (batch, seq, heads / tp, ...) inside
+attention. Splitting the tokens outside of the matrices is sequence parallelism (Korthikanti et al., arXiv:2205.05198).
+A rank's slice is a contiguous part of the microbatch's tokens, (batch x seq), viewed as (batch, seq / tp). Collectives
+concatenate the ranks' buffers, so that a slice of each sequence would have to be copied before and after each of them.
 All redistributions are synchronous: an AsyncCollectiveTensor that enters a compiled block loses its gradient.
 """
 
@@ -138,7 +138,7 @@ def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[st
 def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> None:
     """Makes each parameter a DTensor on the tp mesh, and hooks each style's redistributions to its module, unless tp is 1.
 
-    The family's sharding table has no `sharding_faults`.
+    `sharding_faults` must have found none in the family's sharding table.
     """
     if tp.size() == 1:
         return
@@ -168,7 +168,7 @@ def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> Non
 
 
 def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
-    """Makes the compiler fuse gather -> matmuls and matmul -> sum into operations that overlap both, piece by piece.
+    """Makes the compiler fuse all-gather -> matmuls and matmul -> reduce-scatter into operations that overlap both by chunks.
 
     Its pass matches these patterns in each graph ("async TP"; one setting a process). Where several matrices read a gathered
     sequence, the backward pass sums their results, which does not match, and stays as it is.
@@ -181,10 +181,10 @@ def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
 
 
 def read_flat(graph: Graph) -> None:
-    """What reads a collective's result in its own shape, by way of other views, reads the result itself.
+    """Removes views between a collective's result and operations that read it in its original shape.
 
-    Gathered tokens are flat, as matmuls read them, and modules see a view (batch, seq, dim) in between. The compiler drops such
-    a detour where one operation takes it; where several do, its pass of async TP finds no matmul behind the view.
+    Gathered tokens are flat, as matmuls read them, and modules see a view (batch, seq, dim) in between. The compiler removes
+    these views where one operation reads the result. Where several do, its async TP pass finds no matmul behind the views.
     """
     for node in graph.nodes:
         source = node
@@ -226,7 +226,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     tensor = config.parallelism.tensor_parallel_degree
     if undivided := undivided_sizes(family, model, tensor):
         yield (f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} of {config.model.title}")
-    # the matrices' widths follow from the dimensions: one fault is enough
+    # widths of matrices follow from the dimensions, so that one fault is enough
     yield from sharding_faults(model, family, 1 if undivided else tensor)
     if config.float8.enable and not config.lora.enable:
         yield from linear_layers(model, config, styles_of(model, family)[0])[1]

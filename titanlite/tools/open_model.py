@@ -19,7 +19,7 @@ from titanlite.ground.errors import UserError, listed, phase
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.launch.process import rank_and_world
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh
+from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel, sharding_faults
 from titanlite.registry.description import read_description
 from titanlite.registry.family import FROM_ASSETS, Family, described, family_of, load_module, reader_of, trusted
@@ -104,7 +104,7 @@ def _open_checkpoint(
     config = _trusted_config(found, source, name)
     if average and not config.optimizer.ema_decay:
         raise no_average(source)
-    # only training has further depths
+    # only training uses MTP modules
     left_out = [f"{prefix}further.*" for prefix in (WEIGHTS, AVERAGES)] if config.training.predict_further else []
     config = config.model_copy(update={"training": config.training.model_copy(update={"predict_further": 0})})
     cfg = config.model
@@ -142,7 +142,7 @@ def build(family: Family, config: Config, device: torch.device, dtype: torch.dty
     if tp > 1:
         if faults := sharding_faults(model, family, tp):
             raise UserError("\n".join(faults))
-        apply_tensor_parallel(model, family, build_mesh({**dict.fromkeys(DIMENSIONS, 1), "tp": tp}, device.type)["tp"])
+        apply_tensor_parallel(model, family, build_mesh({"tp": tp}, device.type)["tp"])
     materialize(model.to(dtype), device)
     distributions, _ = match_initial(model, family)
     for name, buffer in model.named_buffers():

@@ -101,7 +101,7 @@ def write_device(path: Path, ranks: int | None, minutes: float, words: list[str]
 
 
 def read_job(config: Config, words: list[str], device: str, node: int) -> Job:
-    """Raises UserError for a configuration that the model of time does not know."""
+    """Raises UserError for a configuration that `plan` cannot predict."""
     given = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
     if chosen := [key for key in given if key in CHOSEN]:
         raise UserError(f"--{chosen[0]}: plan chooses it; leave the option out")

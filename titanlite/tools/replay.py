@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class Route(NamedTuple):
-    """How a run reached a step."""
+    """How a run reached a step: which attempt, after which rollbacks."""
 
     attempt: int
     attempts: int  # how often the run reached the step

@@ -1,7 +1,7 @@
 """An MoE model from a dense model: sparse upcycling (Komatsuzaki et al., arXiv:2212.05055, section 3).
 
-Every expert is a copy of the dense feed-forward layer; routers have their initial values. The weights of a token's experts add
-up to 1, so the MoE model computes what the dense model does, for any choice of its routers.
+Every expert is a copy of the dense feed-forward layer; routers have their initial values. The weights of a token's experts
+sum to 1, so that the MoE model computes what the dense model does, for any choice of its routers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _FFN, _EXPERTS = ".ffn.w", ".ffn.experts.w"
 
 
 class Upcycling(NamedTuple):
-    """What the command line says of the MoE model."""
+    """The options of the MoE model."""
 
     n_experts: int
     top_k: int
@@ -77,7 +77,7 @@ def _toml(value: Any) -> Any:
 
 
 def copied(weights: Mapping[str, Sequence[Entry | Stack]], n_experts: int) -> dict[str, Sequence[Entry | Stack]]:
-    """Where the weights of the MoE model are, routers apart: those of each expert are all in the same place."""
+    """Where the weights of the MoE model are, without routers: every expert reads the same dense weights."""
     result: dict[str, Sequence[Entry | Stack]] = {}
     for name, entries in weights.items():
         if _FFN not in name:

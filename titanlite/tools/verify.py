@@ -1,8 +1,8 @@
-"""titanlite verify CONFIG.toml [--mesh 1 --mesh "dp_shard=2,tp=2" ...] [--steps 5] [--flavor F] [--section.key value ...]
+"""titanlite verify CONFIG.toml [--mesh 1 --mesh "dp_shard=2,tp=2" ...] [--steps 5] [--section.key value ...]
 
 Trains your own configuration for a few steps on each mesh, in float32, and compares every mesh with the first one: initial
 weights, global batches, losses, gradient norms, and the gradient of every parameter. The table names what differs. Scale a
-large model down with --flavor or other options: the command tests the mesh.
+large model down with --model.flavor or other options: the command tests the mesh.
 
 The tolerance of a gradient is 1e-5 of its norm, or ten times what rounding alone changes on the first mesh, and at most 5e-3. A
 larger difference that rounding may explain is decided in float64. Exit code 0: equal; 1: not equal; 2: a user error, or an
@@ -26,7 +26,7 @@ from titanlite.data.mixture import open_data
 from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
-from titanlite.parallel.mesh import parts_of, ranks_of
+from titanlite.parallel.mesh import build_mesh, parts_of, ranks_of
 from titanlite.registry import own
 from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.registry.limits import refused_dimensions
@@ -38,14 +38,13 @@ from titanlite.verify.compare import (
     batches_of,
     begin,
     compare,
-    mesh_of,
     meshes_of,
     on_mesh,
     record,
     replaced,
     unsplittable,
 )
-from titanlite.verify.rounding import FLOAT64, gradients_in_float64, in_order, noise_of, settle, tolerances
+from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of, settle, tolerances
 from titanlite.verify.small_runs import describe
 
 
@@ -116,19 +115,20 @@ def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int]) 
 
 
 def _record(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    return record(config, open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees), device)
+    return record(config, open_data(config, vocabulary_of(config.model)), build_mesh(degrees, device.type), device)
 
 
 def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    data, mesh = open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees)
+    data, mesh = open_data(config, vocabulary_of(config.model)), build_mesh(degrees, device.type)
     trajectory = record(config, data, mesh, device)
     batch = next(iter(batches_of(config, data, mesh)))
-    return in_order(trajectory, noise_of(lambda: begin(config, mesh, device), batch))
+    return trajectory._replace(noise=noise_of(lambda: begin(config, mesh, device), batch))
 
 
 def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) -> dict[str, Tensor]:
     """The gradients of the first step, in float64."""
-    config, data, mesh = replaced(config, **FLOAT64), open_data(config, vocabulary_of(config.model)), mesh_of(device, degrees)
+    config, mesh = replaced(config, **FLOAT64), build_mesh(degrees, device.type)
+    data = open_data(config, vocabulary_of(config.model))
     return gradients_in_float64(lambda: begin(config, mesh, device), lambda _: iter(batches_of(config, data, mesh)))
 
 
@@ -137,10 +137,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     parser.add_argument("config", type=nonempty)
     parser.add_argument("--mesh", type=nonempty, action="append", help="1, or dp_shard=2,tp=2 (default: those of check-model)")
     parser.add_argument("--steps", type=STEPS, default=5, help="(default: 5)")
-    parser.add_argument("--flavor", type=nonempty)
     known, options = parser.parse_known_args(words)
-    if known.flavor is not None:
-        options += ["--model.flavor", known.flavor]
     config = read_config(known.config, options)
     if idle := [*effects.faults(config.idle(Hardware()))]:  # before what follows settles them
         raise Faults(known.config, idle)

@@ -1,9 +1,9 @@
 """Activation checkpointing: what the backward pass recomputes instead of keeping (Chen et al., "Training deep nets with
 sublinear memory cost", arXiv:1604.06174).
 
-There are three kinds. The compiler must see the selection of single operations, so that goes inside the compiled block, and so
-do the parts of a feed-forward layer. Whole blocks are recomputed by inductor where it can (`compiler_recomputes`), and are else
-checkpointed around their compiled form, since a DeviceMesh among the saved tensors of a compiled block fails.
+There are three kinds. The compiler must see which single operations are kept, so that this selection is inside the compiled
+block, and so are the parts of a feed-forward layer. Inductor recomputes whole blocks where it can (`compiler_recomputes`).
+Elsewhere they are checkpointed around their compiled form: a DeviceMesh among the saved tensors of a compiled block fails.
 parallel/parallelize.py keeps that order.
 """
 
@@ -37,8 +37,8 @@ from titanlite.transforms.offload import Offload
 
 _aten, _higher = torch.ops.aten, torch.ops.higher_order
 
-# Expensive, so kept: attention in all its kernels, and sums over ranks. Gathers are repeated: each result is as large as the
-# whole sequence on every rank (405b with tp 8: 2 GiB a layer). A model's module can list more under KEEP.
+# Expensive, so kept: attention in all its kernels, and sums over ranks. All-gathers are repeated: each result is as large as
+# the whole sequence on every rank (405b with tp 8: 2 GiB a layer). A model's module can list more under KEEP.
 KEPT_OPERATIONS = (
     flash_attention.default,
     efficient_attention.default,
@@ -110,8 +110,8 @@ PARTITIONED = "titanlite_partitioned"
 def compiler_recomputes(config: Config) -> bool:
     """Whether "full" is left to inductor, which recomputes only what gradients need: not a block's last matmul and all-to-all.
 
-    It keeps the results of all collectives, so that with tensor and context parallelism each block would keep the gathered
-    sequence. What computes a sequence in parts, or moves inputs to the host, is around compiled blocks.
+    Inductor keeps the results of all collectives, so that with tensor and context parallelism each block would keep the
+    gathered sequence. With sequence_chunks or offload, checkpoints around compiled blocks do it.
     """
     cfg, parallel, compiler = config.activation_checkpoint, config.parallelism, config.compile
     compiled = compiler.enable and "model" in compiler.components and compiler.backend in ("inductor", PARTITIONED)
@@ -128,7 +128,7 @@ def set_memory_budget(config: Config) -> None:
 
 @functools.cache
 def _checkpointed_class(block: type[nn.Module], kept: tuple[Any, ...], rank: int | None) -> type[nn.Module]:
-    """The class of blocks that are checkpointed by operation; all blocks share it, so that one compilation serves all."""
+    """The class of blocks that are checkpointed by operation. All blocks share it, so that they compile once."""
 
     def contexts() -> tuple[Any, Any]:
         return create_selective_checkpoint_contexts(_policy(kept, rank))
@@ -151,7 +151,7 @@ def _chunked_class(kind: type[nn.Module], chunks: int) -> type[nn.Module]:
 
 
 def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
-    """The policy of one forward pass. Matmuls are counted, separately in the recomputation.
+    """The policy of one forward pass. It counts matmuls, separately in the recomputation.
 
     Matmuls with a matrix of `rank` rows or columns are adapters': neither counted nor kept.
     """
@@ -170,8 +170,8 @@ def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
 
 
 def model_faults(config: Config, model: Decoder) -> Iterator[str]:
-    """A number of blocks of which a model has fewer, so that none is recomputed; layers that cannot compute in parts; dropout
-    that the compiler would draw again."""
+    """A selective_ac_option above the number of blocks; feed-forward layers that cannot compute in parts; dropout that the
+    compiler would recompute with other random numbers."""
     cfg, backend = config.activation_checkpoint, config.compile.backend
     every = cfg.selective_ac_option
     if cfg.sequence_chunks > 1 and (reason := unchunkable(model)):
@@ -196,7 +196,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
 
 
 def faults(config: Config) -> Iterator[str]:
-    """A memory budget without the compiler that keeps it; parts of a sequence that tensor parallelism splits, or too many."""
+    """A memory budget without the compiler; parts of a sequence that tensor parallelism splits too, or more than its tokens."""
     yield from conflicts(config, _CONFLICTS)
     chunks, ranks = config.activation_checkpoint.sequence_chunks, config.parallelism.context_parallel_degree
     if chunks > (tokens := config.training.seq_len // ranks):

@@ -5,14 +5,13 @@ A forced kernel is the only one allowed: PyTorch raises an error for inputs that
 
 import functools
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
-from torch.nn.attention import SDPBackend, activate_flash_attention_impl
+from torch.nn.attention import SDPBackend
 
 from models.attention import FLEX_FLASH, TILES, AttentionCore, Backend, attend, block_mask
 from titanlite.config.schema import Config
@@ -34,7 +33,6 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ("cuda",), (), cuda.can_use_cudnn_attention, half=True),
-    "flash3": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda",), (), cuda.can_use_flash_attention, half=True),
     # on CPUs float32 too
     "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",), cuda.can_use_flash_attention, half=True),
     "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",), ("cuda",), cuda.can_use_efficient_attention),
@@ -42,7 +40,7 @@ KERNELS = {
     "math": Kernel(SDPBackend.MATH, ("cuda", "cpu"), ("cuda", "cpu")),
 }
 # cuDNN's kernels are the fastest on Hopper (compute capability 9), and slower than FlashAttention's on Ampere and no faster on
-# Ada (six GPUs measured in huggingface/transformers pull request 48163). FlashAttention 3 is used only when named.
+# Ada (six GPUs measured in huggingface/transformers pull request 48163).
 _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "efficient", "math")
 # Where compiled tiles beat the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, two cores,
 # sequences of 128, 256, 512, 1,024: 9, 15, 25, 49 ms against 27, 19, 35, 37; in float32 they never do (benchmarks/NOTES.md).
@@ -78,8 +76,6 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
             order = _ORDER_ON_HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ORDER
             chosen = next(kernel for kernel in order if _able(kernel, each, config, device, warn=False))
             each.backends = (KERNELS[chosen].backend, flex_kernel(each, config)[0])
-    if name == "flash3":
-        activate_flash_attention_impl("FA3")
 
 
 def attention_sentence(model: nn.Module, config: Config) -> str:
@@ -99,7 +95,7 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
 
 
 def flex_kernel(attention: AttentionCore, config: Config) -> tuple[Backend | None, str]:
-    """The `backend` of `attend` for a GPU's masks, and whose kernel of FlexAttention that is, and why; "": it has no masks.
+    """The `backend` of `attend` for masks on a GPU, and the kernel of FlexAttention with the reason; "" if there are no masks.
 
     FlashAttention 4's is faster than Triton's by PyTorch's measurements (benchmarks/NOTES.md), where it can run.
     """
@@ -132,8 +128,6 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     if device not in kernel.devices:
         there = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.devices)
         yield MachineFault(f"{key}: is not for {'CPUs' if device == 'cpu' else 'GPUs'}; there are {there}")
-    elif name == "flash3" and (fault := _flash3_fault()):
-        yield MachineFault(f"{key}: {fault}")
     device = device if device in kernel.devices else kernel.devices[0]
     if kernel.half and device == "cuda" and config.training.mixed_precision_param == "float32":
         yield f'{key}: computes in 16 bits, and training.mixed_precision_param = "float32"; use "efficient" or "math"'
@@ -145,7 +139,7 @@ def faults(config: Config, family: Family) -> Iterator[str]:
 
 
 def masks(config: Config, family: Family, device: str) -> list[str]:
-    """What makes attention need a mask besides the causal one. Where keys are gathered, only the CPU's flash needs none."""
+    """What makes attention need a mask besides the causal one. Where keys are gathered, only flash on CPUs needs none."""
     window = getattr(family.config, "window", None)
     makers = {
         "training.document_mask = true": config.training.document_mask,
@@ -163,7 +157,7 @@ def flex_users(config: Config, family: Family) -> list[str]:
 
 
 def _not_plain(family: Family) -> str:
-    """What attention of a family computes beside plain attention; "" for nothing."""
+    """What a family's attention has besides plain attention; "" for nothing."""
     if getattr(family.config, "attention_softcap", None) is not None:
         return "the capped scores"
     return "the attention sinks" if getattr(family.config, "attention_sinks", False) else ""
@@ -210,7 +204,7 @@ def _version_of(package: str) -> str:
 
 @functools.cache
 def _flash4_fault(heads: int, kv_heads: int, head_dim: int, value_dim: int, precision: str, device: torch.device | int) -> str:
-    """What FlashAttention 4 does wrong under a mask of documents, beside Triton's kernel; "": nothing. It compiles both.
+    """How FlashAttention 4 differs from Triton's kernel under a document mask; "" if it does not. Compiles both kernels.
 
     One version had gradients that were 150 times too large, with the right result (Dao-AILab/flash-attention issue 2623).
     """
@@ -234,12 +228,3 @@ def _flash4_fault(heads: int, kv_heads: int, head_dim: int, value_dim: int, prec
     differences = torch.stack([(found.float() - sound.float()).norm() / sound.float().norm() for found, sound in pairs])
     worst = differences.max().item()  # NaN, if there is one; kernels in bfloat16 differ by 0.5%
     return "" if worst < 0.02 else f"differs from it by {worst:.1%}"
-
-
-def _flash3_fault() -> str:
-    """Why FlashAttention 3 cannot run here; empty if it can."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        return f"FlashAttention 3 needs a Hopper GPU, and this is {torch.cuda.get_device_name()}"
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return "FlashAttention 3 needs the package flash_attn_interface, which is not installed"
-    return ""

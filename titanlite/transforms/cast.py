@@ -22,9 +22,9 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iter
     after the look-up, the output projection by the head: the numbers are the same, no cast copy of either is kept, and their
     gradients arrive in the masters' precision.
 
-    again: where nothing is compiled, repeat the cast in the backward pass, as FSDP2 repeats its gather, instead of keeping the
-    copy. Recomputation does so anyway. apart: modules within blocks that cast their own parameters, because they are recomputed
-    by themselves.
+    again: where nothing is compiled, repeat the cast in the backward pass instead of keeping the copy, as FSDP2 repeats its
+    all-gather. Activation checkpointing does so without it. apart: modules within blocks that cast their own parameters,
+    because they are recomputed separately.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     uncast = set()
@@ -50,7 +50,7 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iter
 
 @functools.cache
 def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype, again: bool) -> type[nn.Module]:
-    """The class of modules that cast the parameters of these names; all blocks share it, so that one graph serves all."""
+    """The class of modules that cast the parameters of these names. All blocks share it, so that they compile once."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cast = {name: self.get_parameter(name).to(dtype) for name in names}

@@ -51,7 +51,7 @@ def compile_model(model: Decoder, cfg: Compile) -> None:
 
 
 class RecompilationWatch:
-    """Counts compilations after a run has settled, with their causes."""
+    """Counts the compilations after `settle`, with their causes."""
 
     def __init__(self) -> None:
         self.expected: int | None = None
@@ -93,7 +93,7 @@ def faults(config: Config) -> Iterator[str]:
 
 
 def compiler_faults(what: str, instead: str) -> Iterator[str]:
-    """That `what`, which inductor compiles for the CPU, cannot be compiled; instead: a setting without it."""
+    """A fault if inductor has no compiler for `what` on the CPU. instead: the setting that needs none."""
     if not has_compiler():
         yield MachineFault(f"{what} needs a C++ compiler on a CPU, and finds none; install g++ or clang, or set {instead}")
 

@@ -1,4 +1,4 @@
-"""`[[optimizer.groups]]`: which entry counts for a parameter, and the freezing of parameters.
+"""`[[optimizer.groups]]`: finds the entry of each parameter, and freezes parameters.
 
 Patterns are globs, as in a family's tables and in `lora.modules`. Names are dotted paths, whose dots a regular expression would
 have to escape, and for a misspelt glob the nearest name can be suggested. A star also matches dots.
@@ -23,8 +23,8 @@ def group_of(name: str, groups: Iterable[Group]) -> Group:
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> None:
-    """Takes parameters out of training. On the meta device, before anything is sharded: no later step then makes a gradient,
-    a reduction or optimizer state for them."""
+    """Freezes parameters. Call it on the meta device, before anything is sharded: no later step then makes a gradient, a
+    reduction or optimizer state for them."""
     for parameter in parameters:
         parameter.requires_grad_(False)
 

@@ -4,7 +4,9 @@ import logging
 
 
 def silence_imports() -> None:
-    """Call before importing torchao or transformers, which imports it: hides warnings of kernels that this machine lacks, and
-    of PyTorch about the library's own code."""
+    """Hides warnings about kernels that this machine lacks, and PyTorch's warnings about the library's own code.
+
+    Call it before importing torchao, or transformers, which imports torchao.
+    """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

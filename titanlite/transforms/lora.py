@@ -2,7 +2,7 @@
 
 The weights of a model are frozen. Each chosen linear layer gets two thin trained matrices, A with `rank` rows and B with `rank`
 columns, and s = alpha / rank. B begins at zero, so the adapted model begins equal to the original. Adapters are added on the
-meta device, before anything is sharded: code that splits, initializes or saves a model finds them as parameters of the linear
+meta device, before anything is sharded. Code that splits, initializes or saves a model finds them as parameters of the linear
 layer itself, "layers.0.attention.wq.lora_a" beside "layers.0.attention.wq.weight".
 """
 
@@ -32,7 +32,7 @@ class LoraLinear(nn.Linear):
     lora_b: nn.Parameter
 
     def own_initial(self) -> dict[str, Distribution]:
-        """How the adapter begins, by parameter; a family's own table does not list it.
+        """The initial distributions of the adapter, which a family's table does not list.
 
         B zero; A normal with variance 1 / in, so that A x is as large as x is (Hayou et al., arXiv:2406.08447: this choice
         takes larger learning rates than A zero).

@@ -22,8 +22,8 @@ from titanlite.transforms.parameters import is_adapter, tie
 
 
 def on_meta(family: Family, config: Config) -> Decoder:
-    """A run's model on the meta device, in training.dtype, with the modules of training.predict_further and the adapters of
-    [lora], frozen as [[optimizer.groups]] says.
+    """A run's model on the meta device, in training.dtype, with the MTP modules of training.predict_further and the adapters
+    of [lora], frozen as [[optimizer.groups]] says.
 
     Raises UserError as `adapt` and `apply_groups` do.
     """
@@ -38,7 +38,7 @@ def on_meta(family: Family, config: Config) -> Decoder:
 
 
 def _add_further(model: Decoder, config: Config) -> None:
-    """Each depth has a block like the last one of the model, whatever the family makes it from."""
+    """Adds the MTP modules. Each has a copy of the model's last block."""
     cfg, depths = config.training, len(model.layers)
     if not cfg.predict_further or model.head is None:
         return
@@ -69,10 +69,10 @@ def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
 
 
 def training_flops(family: Family, config: Config) -> Flops:
-    """FLOPs a token of a run. The family's are those of training every weight: 6 for each number of a matrix.
+    """FLOPs a token of a run. The family's formula is for training every weight: 6 for each parameter of a matrix.
 
-    A frozen matrix costs 4 of them, since no gradient of it is computed. Adapters come on top, with 6 for each number that is
-    trained; so does the forward pass of a teacher, a third of its training.
+    A frozen matrix costs 4, since no gradient of it is computed. Adapters are added, with 6 for each trained parameter, and so
+    is the forward pass of a teacher, a third of its training.
     """
     flops = family.module.flops(family.config, config.training.seq_len)
     if config.training.predict_further:
@@ -84,27 +84,27 @@ def training_flops(family: Family, config: Config) -> Flops:
     if not config.lora.enable and not any(group.frozen for group in config.optimizer.groups):
         return flops
     model = on_meta(family, config)
-    frozen = numbers_of_a_token(model, frozen=True)
+    frozen = active_parameters(model, frozen=True)
     adapters = sum(p.numel() * (6 if p.requires_grad else 4) for name, p in model.named_parameters() if is_adapter(name))
     return Flops(*(value - 2 * frozen + adapters for value in flops))
 
 
 def _with_further(flops: Flops, family: Family, config: Config) -> Flops:
-    """The same with further depths: their matrices, the head once more for each, and attention as in a mean block."""
+    """The same with MTP modules: their matrices, the head once more for each, and attention as in a mean block."""
     model = on_meta(family, config)
     depths, (one, two) = further_of(model), (family.module.flops(family.config, tokens).palm for tokens in (1, 2))
-    matmuls = sum(6 * (numbers_of_a_token(each) + numbers_of_a_token(model.head)) for each in depths.values())
+    matmuls = sum(6 * (active_parameters(each) + active_parameters(model.head)) for each in depths.values())
     share, without_attention = len(depths) / len(model.layers), 2 * one - two  # it is linear in the length
     return Flops(*(value + matmuls + share * (value - without_attention) for value in flops))
 
 
-def numbers_of_a_token(module: nn.Module | None, frozen: bool = False) -> int:
-    """How many numbers of its matrices each token is multiplied by. frozen: of those alone that are not trained; the experts
-    of a layer count as frozen where all of their stacks are."""
+def active_parameters(module: nn.Module | None, frozen: bool = False) -> int:
+    """The parameters of matrices that each token is multiplied by. frozen: only those that are not trained; the experts of a
+    layer count as frozen where all of their parameters are."""
     parts = [*module.modules()] if module is not None else []
     linears = [each.weight for each in parts if isinstance(each, nn.Linear) and not (frozen and each.weight.requires_grad)]
     moe_layers = [each for each in parts if isinstance(each, MoE) and not (frozen and _trained(each.experts))]
-    return sum(weight.numel() for weight in linears) + sum(each.numbers_of_a_token() for each in moe_layers)
+    return sum(weight.numel() for weight in linears) + sum(each.active_parameters() for each in moe_layers)
 
 
 def _trained(module: nn.Module) -> bool:

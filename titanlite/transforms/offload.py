@@ -1,4 +1,4 @@
-"""The inputs of recomputed blocks, kept in the host's memory between forward and backward pass (ALST, arXiv:2506.13996).
+"""Offload: the inputs of recomputed blocks are in host memory between forward and backward pass (ALST, arXiv:2506.13996).
 
 Copies have a stream of their own: out while the next block computes, and back while the block after it is recomputed.
 """
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Kept:
-    """A tensor in the host's memory, and the one that was kept before it, which the backward pass needs next."""
+    """A tensor in host memory, and the one that was kept before it, which the backward pass needs next."""
 
     def __init__(self, host: Tensor, before: "_Kept | None"):
         self.host = host
@@ -22,7 +22,7 @@ class _Kept:
 
 
 class Offload:
-    """Copies inputs of the blocks of one model to pinned memory of the host, and back."""
+    """Copies the inputs of one model's blocks to pinned host memory, and back."""
 
     def __init__(self, device: torch.device):
         """device: a GPU."""

@@ -15,7 +15,7 @@ A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of 
 def match_table(table: dict[str, Any], names: list[str], what: str, whole: bool = True) -> tuple[dict[str, Any], list[str]]:
     """The value of the first matching pattern for each name, and a list of faults.
 
-    The block of a further depth, further.L.block, is matched as layers.L. A name that no pattern matches is a fault. So is a
+    The block of an MTP module, further.L.block, is matched as layers.L. A name that no pattern matches is a fault. So is a
     pattern that matches no name, if they are all of a model: it is misspelt.
     """
     values: dict[str, Any] = {}
@@ -44,12 +44,12 @@ def match_scale(
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks, and of further depths, by name. Only nn.Linear: a subclass may compute anything."""
+    """The linear layers of the blocks, and of MTP modules, by name. Only nn.Linear: a subclass may compute anything."""
     return {name: each for name, each in model.named_modules() if type(each) is nn.Linear and in_blocks(name)}
 
 
 def in_blocks(name: str) -> bool:
-    """Whether a module or parameter is part of a block or of a further depth, and not of embedding or head."""
+    """Whether a module or parameter is part of a block or of an MTP module, and not of embedding or head."""
     return name.startswith(("layers.", "further."))
 
 

@@ -2,11 +2,11 @@
 
 compare.py     a few steps on a mesh, and how two such runs differ
 rounding.py    which differences rounding explains
-decisions.py   choices of a forward pass, such as a token's experts, and the same pass with the choices of another
+decisions.py   discrete choices of a forward pass, such as a token's experts, recorded and replayed
 table.py       the rows of `check-model`
 facts.py       rows without training: tables, constructor, FLOPs, Hugging Face
 behavior.py    rows of one forward pass: causality, documents, generation, bfloat16
 small_runs.py  rows that train a small model on meshes
 whole_runs.py  rows of whole runs: resume, random numbers
-limits.py      what a family declares that it cannot do is refused at the start
+limits.py      a run that needs what a family declares unsupported is refused
 """

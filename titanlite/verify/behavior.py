@@ -116,7 +116,7 @@ def run_model(model: Decoder, tokens: Tensor, documents: Tensor | None = None) -
 
 
 class Wrong(NamedTuple):
-    """A result that differs where it must not."""
+    """A result that differs and must not."""
 
     module: str  # the first in the forward pass
     row: int
@@ -142,7 +142,7 @@ def first_wrong(results: dict[str, Tensor], expected: dict[str, Tensor], where: 
 
 
 def _owner(name: str) -> str:
-    """The module to blame for a value: of a module's input, which no earlier result explains, the module around it."""
+    """The module that a value is reported for. A wrong input, which no earlier result explains, is the outer module's."""
     return name.removesuffix(f".{INPUT}").rpartition(".")[0] if name.endswith(INPUT) else name
 
 
@@ -278,10 +278,10 @@ class Precise(NamedTuple):
 def bfloat16_faults(family: Family) -> list[str]:
     """In bfloat16 everything must be finite, and differ from float32 by no more than rounding explains.
 
-    How much that is, a third pass shows: in float32, with parameters, and the input and result of each module, rounded to
-    bfloat16, and attention as its kernels round. All passes decide as in float32, such as which experts a token gets: another
-    decision is a jump, of any size. It may be another one only where its margin is within rounding, so the scores behind the
-    decisions are compared, too.
+    A third pass measures how much rounding explains. It runs in float32, but rounds to bfloat16 the parameters, the input and
+    result of each module, and what attention's kernels round. All passes make the discrete choices of the float32 pass, such as
+    the experts of a token, since another choice changes results by any amount. A choice may differ only where its margin is
+    within rounding, so the scores behind the choices are compared too.
     """
     exact = _pass(family, "float32", [])
     rounded, narrow = (_pass(family, how, exact.decisions) for how in ("rounded", "bfloat16"))

@@ -30,7 +30,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.fsdp import GradientSync
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, parts_of, ranks_of, rng_rank
+from titanlite.parallel.mesh import data_degree, data_rank, parts_of, ranks_of, rng_rank
 from titanlite.registry.family import Family, family_of
 
 # mesh dimension -> its key in [parallelism]
@@ -60,7 +60,7 @@ def meshes_of(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def unsplittable(family: Family, model: Decoder, degrees: dict[str, int]) -> str:
-    """Why parallelism refuses a model on a mesh, which its family does not declare out of reach; "" if it does not."""
+    """Why parallelism refuses a model on a mesh that its LIMITS allow; "" if it does not."""
     if "cp" in degrees and (reason := context.unsplittable(model)):
         return f"{reason}; context parallelism refuses this model"
     if "ep" in degrees and (reason := expert.unsplittable(model, degrees["ep"])):
@@ -68,11 +68,6 @@ def unsplittable(family: Family, model: Decoder, degrees: dict[str, int]) -> str
     if "pp" in degrees and (reason := pipeline.unsplittable(family, degrees["pp"])):
         return f"{reason}; pipeline parallelism refuses this model"
     return ""
-
-
-def mesh_of(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
-    """The mesh of these degrees, those that are not 1; all ranks together."""
-    return build_mesh({name: degrees.get(name, 1) for name in DIMENSIONS}, device.type)
 
 
 # ------------------------------------------------------------------------------------------------------------------ runs
@@ -106,7 +101,7 @@ class Run(NamedTuple):
 
 
 def everywhere(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of all stages, where a model is one of a pipeline's; the ranks of the pipeline together."""
+    """The values of all stages of a pipeline, whose ranks call this together; without a pipeline, the values as they are."""
     pipeline = getattr(model, "pipeline", None)
     return values if pipeline is None else dict(pipeline.gathered(values.items()))
 
@@ -213,7 +208,7 @@ def _gather_batch(batch: Batch, mesh: DeviceMesh) -> Tensor:
 
 
 class Quantity(NamedTuple):
-    """One field of Trajectory: what a value of it is called, and which relative difference float32 rounding explains."""
+    """One field of Trajectory: the name of its values, and the relative difference that float32 rounding explains."""
 
     name: str
     tolerance: float
@@ -222,7 +217,7 @@ class Quantity(NamedTuple):
 FLOAT32 = 1e-5  # what float32 rounding leaves where no terms cancel
 # A gradient whose terms cancel gets MARGIN times its measured noise, and at most MOST, so that a fault of 1% still fails.
 MARGIN, MOST = 10, 5e-3
-# Causes come before their consequences.
+# Causes come before consequences.
 QUANTITIES = {
     "weights": Quantity("initial value", 0.0),
     "batches": Quantity("global batch", 0.0),

@@ -1,8 +1,8 @@
-"""What a forward pass decides by comparing numbers, such as the experts of a token, and the same pass made to decide as before.
+"""Discrete choices of a forward pass, such as the experts of a token: recorded, and replayed in another pass.
 
-Rounding turns a decision where the numbers are nearly equal, and what follows then jumps by any size. Two passes that differ by
-rounding are compared with equal decisions, and so are the numbers behind these: a decision turns where its margin is smaller
-than what those differ by, so the margins are within rounding if the numbers are.
+Rounding flips a choice between nearly equal numbers, and later results then change by any amount. So two passes that differ by
+rounding are compared with the same choices. The numbers behind the choices are compared too: a choice flips only where its
+margin is smaller than the difference of these numbers.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,10 @@ _COMPARISONS = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "les
 
 
 class Decisions(TorchFunctionMode):
-    """Within it, a model decides as before.
+    """Within it, a model makes the choices of an earlier pass.
 
-    before: the outcomes of an earlier pass, in their order; [] for the first one. made: those of this pass. note: gets the path
-    of the module that decides, and its scores in float32; of a choice less their mean, since what all of them have in common
-    decides nothing.
+    before: the outcomes of the earlier pass, in order; [] for the first pass. made: those of this pass. note: gets the path of
+    the module that chooses, and its scores in float32, less their mean where it chooses among them: the mean decides nothing.
     """
 
     def __init__(self, before: list[Tensor], note: Callable[[str, Tensor], None], model: nn.Module):
@@ -55,7 +54,7 @@ class Decisions(TorchFunctionMode):
         if name in _COMPARISONS:
             return self._again(_margins(scores, args[1] if len(args) > 1 else kwargs["other"]), result)
         if name not in _CHOICES or (isinstance(result, Tensor) and result.is_floating_point()):
-            return result  # a maximum without its index decides nothing
+            return result  # a maximum without its index is no choice
         index, default = _CHOICES[name]
         dim = kwargs.get("dim", args[index] if len(args) > index else default)
         if isinstance(result, Tensor):
@@ -68,7 +67,7 @@ class Decisions(TorchFunctionMode):
         return type(result)((values if whole is indices else values.squeeze(dim), indices))
 
     def _again(self, scores: Tensor, outcome: Tensor) -> Tensor:
-        """The outcome of the earlier pass, if that made this decision."""
+        """The outcome of the earlier pass, if that made this choice."""
         index = len(self.made)
         if index < len(self.before) and self.before[index].shape == outcome.shape:
             outcome = self.before[index]
@@ -85,7 +84,7 @@ def _centered(scores: Tensor, dim: int | None) -> Tensor:
 
 @torch.no_grad()
 def _margins(first: Tensor, second: Tensor | float) -> Tensor:
-    """first - second, together with their size: margins are small or large relative to that."""
+    """first - second, stacked with the sum of their sizes, to which margins are relative."""
     both = torch.broadcast_tensors(first.float(), torch.as_tensor(second, device=first.device).float())
     values = torch.stack([both[0] - both[1], both[0].abs() + both[1].abs()])
     return torch.where(values.isfinite(), values, 0)

@@ -1,4 +1,4 @@
-"""What `titanlite check-model` requires of a declaration in `LIMITS`: a start that needs what it excludes is refused."""
+"""What `titanlite check-model` requires of `LIMITS`: a run that needs what a family declares unsupported is refused."""
 
 from functools import partial
 from typing import Any
@@ -18,17 +18,17 @@ _PROMPT = {"validation": {"enable": True, "sample_prompts": ["Once"]}}
 
 
 class Declared(NotRun):
-    """A check of what a family declares that it cannot do; the text says how a run is refused."""
+    """A check of what a family declares unsupported; the text says how a run is refused."""
 
 
 def refused_mesh(model: Model, family: Family, degrees: dict[str, int]) -> str:
-    """How the start of a run refuses a mesh that the family declares out of reach; "" if it declares nothing against it."""
+    """The message by which a run refuses a mesh that the family declares unsupported; "" if it declares nothing against it."""
     reasons = refused_dimensions(family.limits, degrees)
     return _refused(model, next(iter(reasons.values())), degrees, {}) if reasons else ""
 
 
 def refused_generation(model: Model, family: Family) -> str:
-    """How generation is refused, before training with prompts and by what the commands call; "" if it is not declared."""
+    """The message by which a run with prompts is refused; "" if generation is supported. The commands must refuse it too."""
     if not (reason := no_generation(family.limits)):
         return ""
     text, whole = _refused(model, reason, {}, _PROMPT), family.on_meta()

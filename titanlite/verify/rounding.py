@@ -22,7 +22,7 @@ from titanlite.verify.compare import FLOAT32, MARGIN, Comparison, Difference, Ru
 
 FLOAT64 = {"training": dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float64")}
 _ROUNDING = 2.0**-24  # relative, of a float32
-_PERTURBED = 4  # runs; the noise of a single number is small by chance in one run of ten
+_PERTURBED = 4  # runs; in one run of ten, the noise of a single value is small by chance
 
 Build = Callable[[], Run]
 
@@ -35,17 +35,15 @@ def gradients(run: Run, batch: Batch) -> dict[str, Tensor]:
 
 
 def noise_of(build: Build, batch: Batch) -> dict[str, float]:
-    """How far rounding changes each gradient, relative to its norm; in the order in which the forward pass uses parameters.
+    """How far rounding changes each gradient, relative to its norm.
 
     The largest change of several runs: with each weight changed by about one rounding error, as other kernels and other sums
     of activations change what follows; with the batch in another order; with each microbatch split in two. The last two may
     exceed the first by MARGIN at most: a larger change is no rounding, such as a loss that depends on the microbatch. Each run
     has a model of its own, because a model may keep state.
     """
-    run = build()
-    order = [] if run.config.compile.enable else _calls(run.model)  # hooks would break the compiled graph
-    reference = gradients(run, batch)
-    noise = dict.fromkeys(sorted(reference, key=lambda name: _first_call(order, name)), 0.0)
+    reference = gradients(build(), batch)
+    noise = dict.fromkeys(reference, 0.0)
 
     def change(run: Run, batch: Batch) -> dict[str, float]:
         values = gradients(run, batch)
@@ -76,29 +74,6 @@ def _perturb(model: nn.Module, seed: int) -> None:
         parameter.mul_(1 + factor)
 
 
-def _calls(model: nn.Module) -> list[str]:
-    """A list that gets the path of each module at its first call."""
-    calls: list[str] = []
-    for path, module in model.named_modules():
-        module.register_forward_pre_hook(lambda _, __, path=path: None if path in calls else calls.append(path))
-    return calls
-
-
-def _first_call(order: list[str], name: str) -> int:
-    """The position of a parameter: the first call of its module, or the last call in the nearest module around it."""
-    path = own = name.rpartition(".")[0]
-    while path and path not in order:
-        path = path.rpartition(".")[0]
-    calls = [index for index, call in enumerate(order) if f"{call}.".startswith(f"{path}.")]
-    return (calls or [0])[0 if path == own else -1]
-
-
-def in_order(trajectory: Trajectory, noise: dict[str, float]) -> Trajectory:
-    """The reference of comparisons: with its noise, and gradients in the order of the noise."""
-    ordered = {name: trajectory.gradients[name] for name in noise if name in trajectory.gradients}
-    return trajectory._replace(noise=noise, gradients=ordered | trajectory.gradients)
-
-
 def tolerances(comparison: Comparison) -> list[str]:
     """A line for the tolerances of gradients that noise has raised."""
     raised = sorted((each for each in comparison.of("gradients") if each.tolerance > FLOAT32), key=lambda each: -each.noise)
@@ -111,7 +86,7 @@ def tolerances(comparison: Comparison) -> list[str]:
 
 
 class _Widened(TorchFunctionMode):
-    """Computes in float64 also where a model requests float32."""
+    """Computes in float64 where a model requests float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:

@@ -30,7 +30,7 @@ from titanlite.ground.torch_private import AnyDropout
 from titanlite.launch.local_ranks import describe_error
 from titanlite.loop.loss import sequence_of
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.mesh import data_degree, data_rank, parts_of
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of
 from titanlite.registry.family import Family, family_of
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
@@ -43,19 +43,18 @@ from titanlite.verify.compare import (
     Trajectory,
     begin,
     everywhere,
-    mesh_of,
     on_mesh,
     record_run,
     relative_difference,
     replaced,
     whole,
 )
-from titanlite.verify.rounding import FLOAT64, gradients_in_float64, in_order, noise_of
+from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 ROUNDED = 0.05  # the share of weights that may be rounded to another value; the families of models/ have 0.003 at most
 BUFFERS = 1e-3  # tolerance for what a few steps change in a buffer, as for the gradient norms of several steps
-TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
+TIMEOUT_SECONDS = 60  # of collectives, after a rank has failed
 _DROPPED = 0.1  # of the inputs of a block's parts
 _CHUNK = 12  # tokens at most, whose logits the head computes at once on a mesh: several chunks for a microbatch
 _SHOWN = 5  # differences where the forward pass is wrong
@@ -125,7 +124,7 @@ def train_small(
     buffers = _buffers(run.model, before)
     faults = _training_faults(run.model, trajectory, nonfinite)
     if not sections and not degrees and not drops and not faults:
-        trajectory = in_order(trajectory, noise_of(build, next(random_batches(run))))
+        trajectory = trajectory._replace(noise=noise_of(build, next(random_batches(run))))
     if run.config.compile.enable:
         faults += _recompilations(run)
     if saves is None:
@@ -152,7 +151,7 @@ def gradients_small(
 def _builder(
     model: Model, sections: dict[str, dict[str, Any]], degrees: dict[str, int], device: torch.device
 ) -> Callable[[], Run]:
-    config, mesh = small_config(model), mesh_of(device, degrees)
+    config, mesh = small_config(model), build_mesh(degrees, device.type)
     if degrees:
         # Several microbatches on each mesh. Under tensor parallelism they have several rows, which on slices are no sequences.
         rows = GLOBAL_BATCH // 2 if degrees.get("tp", 1) > 1 and parts_of(degrees) == 1 else 1
@@ -199,7 +198,7 @@ def forgotten_buffers(buffers: Buffers) -> list[str]:
 
 
 def buffer_differences(buffers: Buffers, reference: Buffers) -> list[str]:
-    """Buffers that differ between the ranks of a run, or that a run changes otherwise than the reference."""
+    """Buffers that differ between the ranks of a run, or whose change differs from that of the reference."""
     faults = [f"{name} differs between ranks" for name in buffers.unequal]
     for name, value in buffers.after.items():
         expected = reference.after[name]
@@ -267,9 +266,9 @@ def _equal_values(weights: dict[str, Tensor]) -> list[str]:
 
 
 def rounding_faults(split: Trajectory, alone: Trajectory) -> list[str]:
-    """Weights in bfloat16 that stochastic rounding does not round on a mesh as in one process, if they are many.
+    """A fault if stochastic rounding gives too many bfloat16 weights another value on a mesh than in one process.
 
-    Another order of a sum turns few of them. Random numbers that depend on the shard turn a tenth.
+    Another order of a sum changes few of them. Random numbers that depend on the shard change a tenth.
     """
     unequal = {name: update != split.updates[name] for name, update in alone.updates.items()}
     share = sum(each.sum().item() for each in unequal.values()) / sum(each.numel() for each in unequal.values())
@@ -281,7 +280,7 @@ def describe(comparison: Comparison) -> list[str]:
     """The differences beyond rounding of the first quantity that has any: the other quantities follow from it.
 
     Where the loss and the head's gradients are right, the fault is in the backward pass, which runs from the last layer to the
-    first: the gradients of the last layer that differs come in the order of the forward pass, and the fault is in the last of
+    first: the gradients of the last layer that differs come in the order of the model's parameters, and the fault is in one of
     them or behind it. Otherwise activations differ, so all gradients may differ, and the largest difference comes first.
     """
     excessive = comparison.excessive

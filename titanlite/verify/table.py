@@ -23,7 +23,7 @@ from titanlite.verify import behavior, facts
 from titanlite.verify.compare import EVERY_MESH, MESHES, compare, meshes_of, unsplittable
 from titanlite.verify.facts import SMALL, size_of
 from titanlite.verify.limits import Declared, refused_generation, refused_mesh
-from titanlite.verify.rounding import in_order, settle, tolerances
+from titanlite.verify.rounding import settle, tolerances
 from titanlite.verify.small_runs import (
     TIMEOUT_SECONDS,
     NotRun,
@@ -78,8 +78,8 @@ class Check(NamedTuple):
 
     name: str
     run: Callable[[], list[str]]  # returns faults
-    after: tuple[str, ...] = ()  # rows without which it says nothing: it is not run if one of them has not passed
-    uses: tuple[str, ...] = ()  # rows whose results it needs: they run, too, if only this one is selected
+    after: tuple[str, ...] = ()  # rows that must have passed, or it is not run
+    uses: tuple[str, ...] = ()  # rows whose results it needs, which therefore run too
 
 
 class Table:
@@ -235,7 +235,7 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
         assert alone is not None
         with_dropout = None, 0, True
         reference = run(train_small, {}, {}, *with_dropout)
-        reference = reference._replace(trajectory=in_order(reference.trajectory, alone.trajectory.noise or {}))
+        reference = reference._replace(trajectory=reference.trajectory._replace(noise=alone.trajectory.noise))
 
         def recomputed(name: str, sections: dict[str, dict[str, Any]]) -> list[str]:
             return differences(run(train_small, sections, {}, *with_dropout), reference, name, sections, {})

@@ -27,9 +27,10 @@ from titanlite.data.mixture import Data
 from titanlite.data.prepare.shards import TokenWriter, smallest_type
 from titanlite.data.sources import TokenSource
 from titanlite.ground.run_files import METRICS, read_reports
+from titanlite.parallel.mesh import build_mesh
 from titanlite.registry.family import family_of
 from titanlite.train import train
-from titanlite.verify.compare import mesh_of, on_mesh, replaced
+from titanlite.verify.compare import on_mesh, replaced
 from titanlite.verify.small_runs import GLOBAL_BATCH, drop_inputs, small_config
 
 STEPS, AT = 4, 2  # of a run; the step from which it is resumed
@@ -80,7 +81,7 @@ def _config(model: Model, degrees: dict[str, int], folder: Path) -> Config:
 
 
 def _run(config: Config, degrees: dict[str, int], device: torch.device, folder: Path) -> TrainingRun:
-    mesh = mesh_of(device, degrees)
+    mesh = build_mesh(degrees, device.type)
     dump = Path(config.job.dump_folder)
     if dist.get_rank() == 0:
         dump.mkdir(exist_ok=True)
