@@ -6,7 +6,7 @@ two and four. Each failure names the parameter or the line in your file. Exit co
 there is nothing to check; 3: no check failed, and of a difference it is undecided whether it is a fault or rounding.
 
 --coordinates trains the small flavor at four widths instead, and compares the size of activations: with muP
-(--model.overrides.mup_base_dim 64) they stay as large at each width.
+(--model.overrides.mup_base_dim 64) they stay as large at each width. --output draws them.
 
 --rows selects rows of the table, by names with or without spaces; it runs what they need, too. Overrides change dimensions of
 every flavor, also of the one that is trained.
@@ -16,6 +16,7 @@ import difflib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Model
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import BrokenModule, Family, load_module
-from titanlite.tools.options import command_parser, nonempty
-from titanlite.verify.coordinates import growing, measure, table
+from titanlite.tools.options import command_parser, new_path, nonempty
+from titanlite.verify.coordinates import growing, measure, picture, table
 from titanlite.verify.table import ROWS, choose_small, family_of_flavor, rows_of
 
 
@@ -54,14 +55,16 @@ def _overrides(options: list[str]) -> dict[str, Any]:
     """The dimensions of --model.overrides.NAME VALUE. Raises UserError for any other option."""
     key = "--model.overrides"
     if other := [word for word in options if word.startswith("-") and not word.startswith((f"{key}.", f"{key}="))]:
-        raise UserError(f"{', '.join(other)}: check-model has no other options than --rows, --coordinates and {key}.NAME VALUE")
+        raise UserError(f"{', '.join(other)}: check-model has no other options than --rows and {key}.NAME VALUE")
     return read_config(None, options).model.overrides
 
 
-def _check_coordinates(family: Family) -> int:
-    """Prints the table of the coordinate check; returns the exit code."""
+def _check_coordinates(family: Family, output: Path | None) -> int:
+    """Prints the table of the coordinate check, and draws it; returns the exit code."""
     measured = measure(family)
     print(table(measured))
+    if output is not None:
+        output.write_text(picture(measured), encoding="utf-8")
     for fault in (faults := growing(measured)):
         print(f"FAILED  {fault}")
     print(f"{len(faults)} of {len(measured.names)} grow or shrink with the width" if faults else "all stay flat")
@@ -74,7 +77,10 @@ def main() -> None:
     parser.add_argument("model", type=nonempty, help="such as llama3, llama3:8b or my_models.mine:debug")
     parser.add_argument("--rows", type=nonempty, help=", ".join(ROWS))
     parser.add_argument("--coordinates", action="store_true", help="the coordinate check of muP, instead of the rows")
+    parser.add_argument("--output", type=new_path, metavar="FILE.svg", help="with --coordinates: the picture")
     known, options = parser.parse_known_args()
+    if known.output is not None and not known.coordinates:
+        raise UserError("--output: has an effect with --coordinates only")
     if known.rows and known.coordinates:
         raise UserError("--rows: has no effect with --coordinates, which shows no rows")
     _use_one_thread()
@@ -87,7 +93,7 @@ def main() -> None:
         flavors = [flavor] if flavor else list(module.FLAVORS)
         if known.coordinates:  # of one flavor, without the others, which may refuse these overrides
             chosen = flavor or choose_small(name, module, flavors) or flavors[0]
-            sys.exit(_check_coordinates(family_of_flavor(name, module, chosen, overrides)))
+            sys.exit(_check_coordinates(family_of_flavor(name, module, chosen, overrides), known.output))
         for each in flavors:
             family_of_flavor(name, module, each, overrides)  # refuses wrong overrides before the first line of the table
         small = choose_small(name, module, flavors, overrides)

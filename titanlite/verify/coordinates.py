@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
 
 import torch
 from torch import Tensor, nn
@@ -117,3 +118,39 @@ def table(measured: Measured) -> str:
             numbers = "".join(f"{size:>10.4f}" for size in sizes)
             lines.append(f"{name:<14}{step:>6}{numbers}{measured.exponent(name, step):>+10.2f}")
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------- the picture
+
+_SIZE, _PAD, _COLORS = (230, 170), 42, ("#9ca3af", "#f6c27a", "#8fd1b5", "#6aa5d8", "#1f2937")  # of steps 0 to 4
+
+
+def picture(measured: Measured) -> str:
+    """SVG: a panel for each tensor, with its size against the width, both logarithmic, and a line for each step."""
+    (width, height), count = _SIZE, len(measured.names)
+    shapes = [_panel(measured, name, index * width) for index, name in enumerate(measured.names)]
+    legend = "".join(
+        f'<text x="{_PAD + 90 * step}" y="{height + 16}" fill="{color}">{step} steps</text>'
+        for step, color in enumerate(_COLORS)
+    )
+    paper = f'<rect width="{count * width}" height="{height + 26}" fill="#ffffff"/>'
+    head = f'viewBox="0 0 {max(count * width, 520)} {height + 26}" font-family="DejaVu Sans, sans-serif" font-size="11"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {head} role="img">', paper, *shapes, legend, "</svg>"]) + "\n"
+
+
+def _panel(measured: Measured, name: str, left: float) -> str:
+    width, height = _SIZE[0] - _PAD - 8, _SIZE[1] - _PAD - 8
+    finite = [size for row in measured.sizes[name] for size in row if math.isfinite(size) and size > 0] or [1.0]
+    low, high = math.log10(min(finite) / 1.5), math.log10(max(finite) * 1.5)
+    x_of = [left + _PAD + width * index / (len(measured.widths) - 1) for index in range(len(measured.widths))]
+    shapes = [f'<rect x="{left + _PAD}" y="22" width="{width}" height="{height}" fill="none" stroke="#9ca3af"/>']
+    shapes += [f'<text x="{left + _PAD}" y="14" fill="#1f2937">{escape(name)}, mean |x|</text>']
+    for value, y in ((10**high, 30), (10**low, 22 + height)):
+        shapes.append(f'<text x="{left + _PAD - 4}" y="{y}" text-anchor="end" fill="#6b7280">{value:.2g}</text>')
+    for x, dim in zip(x_of, measured.widths, strict=True):
+        shapes.append(f'<text x="{x:.1f}" y="{height + 36}" text-anchor="middle" fill="#6b7280">{dim}</text>')
+    for step, sizes in enumerate(measured.sizes[name]):
+        shown = [(x, size) for x, size in zip(x_of, sizes, strict=True) if math.isfinite(size) and size > 0]
+        points = " ".join(f"{x:.1f},{22 + height * (high - math.log10(size)) / (high - low):.1f}" for x, size in shown)
+        shapes.append(f'<polyline points="{points}" fill="none" stroke="{_COLORS[step]}" stroke-width="2"/>')
+    return "".join(shapes)
