@@ -76,15 +76,11 @@ def rank_and_world() -> tuple[int, int]:
     """
     rank, world = number("RANK"), number("WORLD_SIZE")
     local_rank, local_world = number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE", world)
-    faults = {
-        f"WORLD_SIZE={world} without RANK": world > 1 and not os.environ.get("RANK"),
-        f"RANK={rank} with WORLD_SIZE={world}": rank >= world,
-        f"LOCAL_WORLD_SIZE={local_world} with WORLD_SIZE={world}": local_world > world,
-        f"LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_world}": local_rank >= local_world,
-        f"LOCAL_RANK={local_rank} with RANK={rank}": local_rank > rank,
-    }
-    if fault := next((fault for fault, holds in faults.items() if holds), ""):
-        raise UserError(f"{fault}: cannot be; {OF_A_RANK}")
+    if world > 1 and not os.environ.get("RANK"):
+        raise UserError(f"WORLD_SIZE={world} without RANK; {OF_A_RANK}")
+    if not (rank < world and local_rank <= rank and local_rank < local_world <= world):
+        found = f"RANK={rank}, WORLD_SIZE={world}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world}"
+        raise UserError(f"{found}: contradict each other; {OF_A_RANK}")
     return rank, world
 
 
