@@ -276,11 +276,9 @@ def save_in_hf(saves: Path, step: int, saver: Saver, name: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the program
 
-# All ranks meet most errors. Rank 0 reports at once, and within this many seconds the launcher ends the other ranks; an error
-# of another rank alone, or a connection lost to a rank that failed, is reported that much later.
-_PATIENCE = 3.0
-# Longer where NCCL's flight recorder is writing: gloo, by which the ranks agree on stopping, times out when NCCL does.
-_RECORDER_PATIENCE = 10.0
+# Seconds that an error waits which another rank probably reports too: of other ranks than 0, or a lost connection. The launcher
+# ends these ranks once the first one has failed. NCCL's flight recorder writes for several seconds.
+_PATIENCE = 10.0
 
 
 def main(config: Config | None = None) -> None:
@@ -293,7 +291,6 @@ def main(config: Config | None = None) -> None:
     rank, world = process.rank_and_world()
     if "RANK" in os.environ:
         children.end_with_parent()  # no rank goes on without the launcher
-    patience = _PATIENCE
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
@@ -306,8 +303,6 @@ def main(config: Config | None = None) -> None:
             RunLock(*written(config))  # until this process ends
         on_device = config.settled(Hardware(cuda))
         profiling.record_collectives(on_device)
-        if on_device.comm.trace_buf_size:
-            patience = _RECORDER_PATIENCE
         family = family_of(config.model)
         sources = source_of(family.module) | source_of_parts(on_device, metrics=True)
         hashes = {name: module["hash"] for name, module in sources.items()} | {"teacher": digest_of_teacher(on_device)}
@@ -326,7 +321,7 @@ def main(config: Config | None = None) -> None:
         log.error("%s", error)
         code = 2
     except Exception as error:
-        code = stacks.report(error, patience)
+        code = stacks.report(error, _PATIENCE)
     else:
         sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)
     sys.stderr.flush()
