@@ -91,7 +91,7 @@ def _follow(command: list[str], environment: dict[str, str]) -> None:
     if code == 2:
         raise UserError("".join(last).rstrip())
     if code == 75:
-        raise RuntimeError("the run was stopped, and has saved a checkpoint; call run again to go on")
+        raise RuntimeError("the run was stopped, and has saved a checkpoint; call run again to continue")
     if code:
         raise RuntimeError(f"the run ended with code {code}:\n{''.join(last).rstrip()}")
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
+from titanlite.checkpoint.folder import check_shared, clean_up, export_folder, step_folder
 from titanlite.checkpoint.save import Saver
 from titanlite.config import effects
 from titanlite.config.effects import Hardware
@@ -35,7 +35,7 @@ from titanlite.hf.export import export
 from titanlite.launch import children, process, stacks
 from titanlite.launch.agreement import identity
 from titanlite.launch.layout import number
-from titanlite.launch.run_folder import RunLock, record_start, written
+from titanlite.launch.run_folder import RunLock, owned_folders, record_start
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
@@ -91,7 +91,7 @@ def train(
     clock = Clock(started, memory.explained)
     saver = None
     if config.checkpoint.enable:
-        try_out(saves)
+        check_shared(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
     stop, own_code = Stop(config.job.time_limit_minutes), OwnCode(config)
     with_own = saver.group if saver else None  # a group that keeps its timeout
@@ -235,7 +235,7 @@ def train(
 def finished_already(config: Config, progress: Progress, saves: Path, saver: Saver | None) -> None:
     """A run that has no step left: says so, and writes the export that a killed run has not written."""
     log.info(
-        "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to go on, or give another "
+        "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to continue, or give another "
         "job.dump_folder to start from step 0",
         saves, progress.step, config.training.steps,
     )  # fmt: skip
@@ -300,7 +300,7 @@ def main(config: Config | None = None) -> None:
             log.info("%s", note)
         degrees = resolve_degrees(config.parallelism, world)
         if rank == 0:
-            RunLock(*written(config))  # until this process ends
+            RunLock(*owned_folders(config))  # until this process ends
         on_device = config.settled(Hardware(cuda))
         profiling.record_collectives(on_device)
         family = family_of(config.model)

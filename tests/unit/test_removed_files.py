@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from titanlite.config.operation import Checkpoint, Job, Metrics
 from titanlite.config.schema import Config
 from titanlite.launch import stacks
-from titanlite.launch.run_folder import RunLock, record_start, written
+from titanlite.launch.run_folder import RunLock, owned_folders, record_start
 from titanlite.loop.divergence import Incidents, StepRecord
 from titanlite.loop.metrics import Reporter
 
@@ -52,7 +52,7 @@ _IN_THE_WAY = ("replace by a link", "replace by a FIFO", "replace by a folder") 
 def _training(config: Config) -> Iterator[Callable[[int], None]]:
     """All that rank 0 of a run writes, without training; -> what it does at the report of a step."""
     dump = Path(config.job.dump_folder)
-    lock = RunLock(*written(config))
+    lock = RunLock(*owned_folders(config))
     stacks.open_dump(dump, 0)
     record_start(config, {})
     reporter, incidents = Reporter(config, 1, active=True), Incidents(config, 1, 1, active=True)

@@ -16,7 +16,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config, Training
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file
-from titanlite.launch.run_folder import RunLock, faults, other_run, record_start, written
+from titanlite.launch.run_folder import RunLock, faults, other_run, owned_folders, record_start
 
 _HOLD = """
 import sys, time
@@ -63,18 +63,18 @@ def linked(tmp_path) -> tuple[Config, Config]:
     (tmp_path / "disk").mkdir()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "checkpoint").symlink_to("../disk")
-    RunLock(*written(run_in(tmp_path / "a"))).close()  # it has trained
+    RunLock(*owned_folders(run_in(tmp_path / "a"))).close()  # it has trained
     shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
     return run_in(tmp_path / "a"), run_in(tmp_path / "b")
 
 
 def test_two_runs_never_train_at_a_time_in_one_folder_of_checkpoints(linked):
     a, b = linked
-    with closing(RunLock(*written(a))):
+    with closing(RunLock(*owned_folders(a))):
         with pytest.raises(UserError, match=rf"b/checkpoint: another run is training in it \(process {os.getpid()} on "):
-            RunLock(*written(b))
-        assert other_run(written(b)[0]) == ""  # which is free again
-    RunLock(*written(b)).close()
+            RunLock(*owned_folders(b))
+        assert other_run(owned_folders(b)[0]) == ""  # which is free again
+    RunLock(*owned_folders(b)).close()
 
 
 def test_a_copied_link_does_not_lead_a_run_to_the_checkpoints_of_another(linked):
@@ -107,7 +107,7 @@ def test_a_run_may_be_copied_with_its_checkpoints_moved_and_reached_by_other_nam
         (tmp_path / "disk" / ".lock").unlink()
         folder = tmp_path / "a"
     assert list(faults(run_in(folder))) == []
-    RunLock(*written(run_in(folder))).close()
+    RunLock(*owned_folders(run_in(folder))).close()
     assert list(faults(run_in(folder))) == []
 
 

@@ -1,4 +1,4 @@
-"""Files and folders of our own: written atomically, synced to the disk, and where what is made once is cached."""
+"""Writes titanlite's own files: atomically, synced to the disk; and the folder of its cache."""
 
 import contextlib
 import logging
@@ -53,7 +53,7 @@ def tolerated(what: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("%s: cannot be written: %s; training goes on", what, error.strerror or error)
+        log.warning("%s: cannot be written: %s; training continues", what, error.strerror or error)
 
 
 def sync(path: Path) -> None:

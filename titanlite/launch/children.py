@@ -1,4 +1,4 @@
-"""Child processes: how they start, and that they end with their parent. Imports nothing that takes long."""
+"""Starts child processes, and ends them with their parent. Imports no slow modules."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 def end_with_parent(parent: int | None = None) -> None:
     """On Linux, the kernel ends this process when the one that started it dies, even by SIGKILL.
 
-    parent: the pid of that process, which may be dead before the kernel knows.
+    parent: its pid. If it has died before this call, this process exits at once.
     """
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)

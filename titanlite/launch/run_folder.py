@@ -1,4 +1,4 @@
-"""The run directory: the names in it, its lock, and the record of its starts."""
+"""The run directory: the check of its names, its lock, and the record of its starts."""
 
 import contextlib
 import fcntl
@@ -61,7 +61,7 @@ def faults(config: Config) -> Iterator[str]:
             yield f'{key} = "{folder}": must be a folder inside job.dump_folder'
             continue
         if other := next((taken[known] for known in taken if path.is_relative_to(known) or known.is_relative_to(path)), ""):
-            yield f'{key} = "{folder}": is the place of {other}; each must have its own'
+            yield f'{key} = "{folder}": is already used by {other}; each needs a folder of its own'
         elif fault := _unwritable(dump / path):
             yield f'{key} = "{folder}": {fault}'
         taken.setdefault(path, f'{key} = "{folder}"')
@@ -78,7 +78,7 @@ def _unwritable(folder: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------------ the lock
 
 
-def written(config: Config) -> list[Path]:
+def owned_folders(config: Config) -> list[Path]:
     """The folders that one run alone may write: its own, and that of its checkpoints, which may be a link to another disk."""
     dump = Path(config.job.dump_folder)
     return [dump, dump / config.checkpoint.folder] if config.checkpoint.enable else [dump]
@@ -115,7 +115,7 @@ class RunLock:
         while not _locked(handle, fcntl.LOCK_EX):
             if fault := other_run(folder):
                 raise UserError(fault)
-            time.sleep(0.1)  # a check has it for a moment
+            time.sleep(0.1)  # a check holds it for a moment
         os.truncate(handle, 0)
         paths = (os.path.abspath(self._run), os.path.abspath(folder))
         os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *paths)).encode())
@@ -131,7 +131,7 @@ def _locked(handle: int, how: int) -> bool:
 
 
 def other_run(folder: Path) -> str:
-    """The fault if another run is training in a folder, with its process; or ""."""
+    """A fault that names the process of another run that is training in a folder; "" where there is none."""
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:  # no run has ever been here
@@ -145,7 +145,7 @@ def other_run(folder: Path) -> str:
 
 
 def _holder(folder: Path) -> list[str]:
-    """What the lock file of a folder says: the process that holds or has held it, its run folder, and the name of this one."""
+    """The lines of a folder's lock file: the process that holds or has held it, its run folder, and the path of this folder."""
     try:
         lines = read_bytes(folder / LOCK, 10_000).decode(errors="replace").splitlines()
     except UserError:
@@ -158,7 +158,7 @@ def _owner(config: Config) -> str:
 
     A copied run has a copy of the lock file, whose owner has another folder; that of a moved run names a folder that is gone.
     """
-    run, *folders = written(config)
+    run, *folders = owned_folders(config)
     for folder in folders:
         _, *locations = _holder(folder)
         with contextlib.suppress(OSError, ValueError):
@@ -180,7 +180,7 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
         starts = read_starts(folder)
     except Unread:
         raise
-    except UserError:  # somebody may have edited it: keep it
+    except UserError:  # keep a file that somebody has edited
         shutil.copyfile(path, folder / f"{PROVENANCE}.unreadable")
         starts = []
     starts.append(

@@ -1,4 +1,4 @@
-"""Where each rank is: for the log when it fails, and its stacks when another rank does.
+"""Reports a rank that fails, and dumps the stacks of the others.
 
 <dump_folder>/stacks/rank-3.txt is written when something goes wrong; later starts append to it. What begins with
 
@@ -69,7 +69,7 @@ def close_dump() -> None:
 def report(error: Exception, patience: float = 0.0) -> int:
     """Logs where this rank is and what went wrong; the traceback and the stacks of all threads go to its dump. -> exit code
 
-    patience: seconds until the log line of an error that may be an echo: meanwhile the rank that caused it logs its own.
+    patience: seconds to wait before logging an error that another rank probably caused, so that the cause is logged first.
     """
     dump = (Path(_dump.name), _dump.fileno()) if _dump is not None else None
     echo = _echo(error)
@@ -83,7 +83,7 @@ def report(error: Exception, patience: float = 0.0) -> int:
 
 
 def _echo(error: Exception) -> str:
-    """What an error means that is probably the effect of another rank's failure, a lost connection or a timeout; else "".
+    """Words for an error that another rank probably caused, by a lost connection or a timeout; "" for any other error.
 
     gloo raises a plain RuntimeError for both, and PyTorch's store and NCCL classes derived from it.
     """
