@@ -290,7 +290,7 @@ def main(config: Config | None = None) -> None:
     process.set_up_logging()
     rank, world = process.rank_and_world()
     if "RANK" in os.environ:
-        children.end_with_parent()  # no rank goes on without the launcher
+        children.end_with_parent()  # no rank outlives the launcher
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
