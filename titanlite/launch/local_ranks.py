@@ -25,7 +25,7 @@ from titanlite.launch.addresses import gloo_fault
 from titanlite.registry.family import location_of
 
 _HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
-_KILLED = "; the system kills a process when memory runs out: use a smaller model, batch or mesh"
+_KILLED = "; the system kills a process if memory runs out: use a smaller model, batch or mesh"
 
 
 def on_ranks(
