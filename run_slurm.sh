@@ -4,7 +4,7 @@
 #     sbatch --nodes=16 run_slurm.sh train_configs/llama_8b.toml [--section.key value ...]
 #
 # Slurm starts run_train.sh once on every node, with all GPUs of the node. Edit the lines below, or pass sbatch their options
-# before the name of the script: partition and account, nodes, GPUs per node, time limit. Slurm says everything else.
+# before the name of the script: partition and account, nodes, GPUs per node, time limit. Slurm provides everything else.
 #
 # The disk: titanlite with its .venv, the data and job.dump_folder must be at the same path on every node, and the cache of
 # tokens too ($TITANLITE_CACHE, default ~/.cache/titanlite) where it is to be made only once. Relative paths are relative to
@@ -29,8 +29,8 @@
 #SBATCH --mem=0
 
 # The seconds that a step and a checkpoint need, twice; Slurm may send the signal up to a minute early. Without "B:", which
-# would signal this script alone, it goes to every process that srun has started. For a preempted job to hear of it, its
-# partition needs a GraceTime.
+# would signal this script alone, it goes to every process that srun has started. A preempted job receives it only if
+# its partition has a GraceTime.
 #SBATCH --signal=USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -55,7 +55,7 @@ export NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-}}
 
 # In the background, since bash runs a trap only after a command in the foreground has ended. A node whose launcher ends does
 # not take the others down at once: they may be saving, and srun's exit code is the highest of all. They get --wait seconds.
-# shellcheck disable=SC2016 # SLURM_NODEID is another one on every node
+# shellcheck disable=SC2016 # SLURM_NODEID differs on every node
 srun --ntasks-per-node=1 --cpu-bind=none --export=ALL --kill-on-bad-exit=0 --wait=180 \
     bash -c 'NODE_RANK=$SLURM_NODEID exec "$0" "$@"' "$here/run_train.sh" "$@" &
 run=$!
@@ -74,6 +74,6 @@ wait "$run" || code=$? # bash remembers it
 
 if ((code == 75)) && [[ -z "$ended_by_slurm" ]]; then
     echo "run_slurm.sh: stopped after saving; job $SLURM_JOB_ID is requeued" >&2
-    scontrol requeue "$SLURM_JOB_ID" || echo "run_slurm.sh: it could not be requeued; submit it again to go on" >&2
+    scontrol requeue "$SLURM_JOB_ID" || echo "run_slurm.sh: it could not be requeued; submit it again to continue" >&2
 fi
 exit "$code"

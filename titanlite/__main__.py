@@ -28,8 +28,6 @@ COMMANDS = {
     "estimate": ("titanlite.tools.estimate", "predict memory, FLOPs and traffic for many ranks on one machine"),
     "plan": ("titanlite.tools.plan", "predict the fastest mesh for so many GPUs, and its speed"),
 }
-# They run what the user's own configuration or word names. A command that opens a checkpoint finds such a module with --model.
-_RUN_OWN_CODE = ("launch", "train", "check", "data", "verify", "check-model", "estimate", "plan")
 USAGE = "usage: titanlite COMMAND ...; each command has --help\n\n" + "\n".join(
     f"  {command:<14} {meaning}" for command, (_, meaning) in COMMANDS.items()
 )
@@ -42,8 +40,6 @@ def main() -> None:
     # exception: the signal would end its neighbors too, without a word.
     if name not in ("launch", "train"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if name in _RUN_OWN_CODE:
-        sys.path.append(os.getcwd())
     if name in ("-h", "--help"):
         print(USAGE)
         return

@@ -53,7 +53,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
             file = Path(folder) / "config.toml"
-            file.write_text(_tables(config), encoding="utf-8")
+            tables = [f"{toml_key(section)} = {toml_value(dict(keys))}\n" for section, keys in config.items()]
+            file.write_text("".join(tables), encoding="utf-8")
         else:
             file = Path(config)
         options = [f"--{section}.{key}={_option(value)}" for section, keys in sections.items() for key, value in keys.items()]
@@ -62,14 +63,6 @@ def run(
         command = [str(_SCRIPT)] if _SCRIPT.is_file() else [sys.executable, "-m", "titanlite", "launch"]
         _follow([*command, str(file), *options], environment | {"PYTHON": sys.executable})
     return Run(resolved.job.dump_folder)
-
-
-def _tables(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """A dictionary of sections as TOML."""
-    lines = []
-    for section, keys in config.items():
-        lines += [f"[{toml_key(section)}]", *(f"{toml_key(key)} = {toml_value(value)}" for key, value in keys.items())]
-    return "\n".join(lines) + "\n"
 
 
 def _option(value: Any) -> str:
@@ -98,7 +91,7 @@ def _follow(command: list[str], environment: dict[str, str]) -> None:
     if code == 2:
         raise UserError("".join(last).rstrip())
     if code == 75:
-        raise RuntimeError("the run was stopped, and has saved a checkpoint; call run again to go on")
+        raise RuntimeError("the run was stopped, and has saved a checkpoint; call run again to continue")
     if code:
         raise RuntimeError(f"the run ended with code {code}:\n{''.join(last).rstrip()}")
 

@@ -1,6 +1,6 @@
-"""What a part of your own must offer that a key of the configuration names as "package.module:name".
+"""What your own code must offer when a key of the configuration names it as "package.module:name".
 
-A part needs to import nothing of titanlite; these protocols say how it is called. Its options are keyword arguments, from the
+Your code need not import titanlite; these protocols say how it is called. Its options are keyword arguments, from the
 table `options` of the same section. titanlite calls it on every rank, and the checks call it before any rank starts.
 """
 
@@ -92,7 +92,7 @@ class Stream(Protocol):
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Goes on from a state, before `__iter__` is called."""
+        """Continues from a state, before `__iter__` is called."""
         ...
 
 

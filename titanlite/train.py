@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
+from titanlite.checkpoint.folder import check_shared, clean_up, export_folder, step_folder
 from titanlite.checkpoint.save import Saver
 from titanlite.config import effects
 from titanlite.config.effects import Hardware
@@ -35,7 +35,7 @@ from titanlite.hf.export import export
 from titanlite.launch import children, process, stacks
 from titanlite.launch.agreement import identity
 from titanlite.launch.layout import number
-from titanlite.launch.run_folder import RunLock, record_start, written
+from titanlite.launch.run_folder import RunLock, owned_folders, record_start
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
@@ -76,12 +76,11 @@ def train(
     mesh: DeviceMesh,
     device: torch.device,
     started: float,
-    lock: RunLock | None = None,
 ) -> bool:
     """Trains from the newest checkpoint, or from step 0, to `training.steps`; returns whether it was stopped before that.
 
     validation: the data of [validation], or None where that is not enabled.
-    started: time.perf_counter() of the program's start; the first report says how long the start took. lock: of rank 0.
+    started: time.perf_counter() of the program's start; the first report says how long the start took.
     Raises UserError when a loss or gradient stops being finite.
     """
     given, config = config, config.settled(Hardware(device.type == "cuda"))
@@ -92,7 +91,7 @@ def train(
     clock = Clock(started, memory.explained)
     saver = None
     if config.checkpoint.enable:
-        try_out(saves)
+        check_shared(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
     stop, own_code = Stop(config.job.time_limit_minutes), OwnCode(config)
     with_own = saver.group if saver else None  # a group that keeps its timeout
@@ -116,12 +115,11 @@ def train(
     check_epochs(data, progress.timeline, training.steps)
     if saver:
         clean_up(saves, progress.step)
-    kept = [stacks.keep, *([lock.keep] if lock else [])]
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
         record |= {"own_source": source_of_parts(config, metrics=True), "teacher": digest_of_teacher(config)}
-        kept += [file.keep for file in record_start(given, record)]
+        record_start(given, record)
 
     def batches_from(at: Progress) -> Batches:
         part = data_rank(mesh), data_degree(mesh)
@@ -181,8 +179,6 @@ def train(
                 clock.restart()
                 continue
             progress = progress.with_losses(steps, config.metrics.log_freq)
-            for keep in kept:  # what somebody may have removed
-                keep()
         measured: dict[str, float | None] = {}
         if validation and validating:
             with contextlib.nullcontext() if validated else longer_than_a_step():  # the first time compiles
@@ -239,7 +235,7 @@ def train(
 def finished_already(config: Config, progress: Progress, saves: Path, saver: Saver | None) -> None:
     """A run that has no step left: says so, and writes the export that a killed run has not written."""
     log.info(
-        "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to go on, or give another "
+        "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to continue, or give another "
         "job.dump_folder to start from step 0",
         saves, progress.step, config.training.steps,
     )  # fmt: skip
@@ -280,11 +276,9 @@ def save_in_hf(saves: Path, step: int, saver: Saver, name: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the program
 
-# All ranks meet most errors. Rank 0 reports at once, and within this many seconds the launcher ends the other ranks; an error
-# of another rank alone, or a connection lost to a rank that failed, is reported that much later.
-_PATIENCE = 3.0
-# Longer where NCCL's flight recorder is writing: gloo, by which the ranks agree on stopping, times out when NCCL does.
-_RECORDER_PATIENCE = 10.0
+# Seconds that an error waits which another rank probably reports too: of other ranks than 0, or a lost connection. The launcher
+# ends these ranks once the first one has failed. NCCL's flight recorder writes for several seconds.
+_PATIENCE = 10.0
 
 
 def main(config: Config | None = None) -> None:
@@ -296,8 +290,7 @@ def main(config: Config | None = None) -> None:
     process.set_up_logging()
     rank, world = process.rank_and_world()
     if "RANK" in os.environ:
-        children.end_with_parent()  # no rank goes on without the launcher
-    patience = _PATIENCE
+        children.end_with_parent()  # no rank outlives the launcher
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
@@ -306,11 +299,10 @@ def main(config: Config | None = None) -> None:
         if note := effects.note(config.idle(Hardware(cuda, world))):
             log.info("%s", note)
         degrees = resolve_degrees(config.parallelism, world)
-        lock = RunLock(*written(config)) if rank == 0 else None  # until this process ends
+        if rank == 0:
+            RunLock(*owned_folders(config))  # until this process ends
         on_device = config.settled(Hardware(cuda))
         profiling.record_collectives(on_device)
-        if on_device.comm.trace_buf_size:
-            patience = _RECORDER_PATIENCE
         family = family_of(config.model)
         sources = source_of(family.module) | source_of_parts(on_device, metrics=True)
         hashes = {name: module["hash"] for name, module in sources.items()} | {"teacher": digest_of_teacher(on_device)}
@@ -319,7 +311,7 @@ def main(config: Config | None = None) -> None:
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         data, validation = open_on_every_rank(config, family.config.vocab_size)
         mesh = build_mesh(degrees, device.type)
-        stopped = train(config, data, validation, mesh, device, started, lock)
+        stopped = train(config, data, validation, mesh, device, started)
         dist.destroy_process_group()
         stacks.close_dump()
     except UserError as error:
@@ -329,7 +321,7 @@ def main(config: Config | None = None) -> None:
         log.error("%s", error)
         code = 2
     except Exception as error:
-        code = stacks.report(error, patience)
+        code = stacks.report(error, _PATIENCE)
     else:
         sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)
     sys.stderr.flush()

@@ -22,7 +22,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, full_run, mesh_of
 from tests.distributed.test_resume import Degrees, reports, run_config, stored
 from titanlite.checkpoint import load, manifest, save
-from titanlite.checkpoint.folder import try_out
+from titanlite.checkpoint.folder import check_shared
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Writer
 from titanlite.config.operation import Checkpoint
@@ -244,7 +244,7 @@ def numbers() -> dict[str, Any]:
 def try_folder(folders: list[Path]) -> str:
     """What is wrong with a folder that each rank sees in a place of its own."""
     try:
-        try_out(folders[dist.get_rank()])
+        check_shared(folders[dist.get_rank()])
     except UserError as error:
         return str(error)
     return ""

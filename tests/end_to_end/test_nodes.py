@@ -84,5 +84,5 @@ def test_one_rank_trains_whatever_another_launcher_has_left(folder):
     left |= {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ended = finish(launch("run.toml", folder=folder, **left))
     assert (ended.code, ended.left) == (0, []), ended.err
-    assert "without effect, from another launcher: MASTER_ADDR=203.0.113.5, MASTER_PORT=1" in ended.err
+    assert "ignored, from another launcher: MASTER_ADDR=203.0.113.5, MASTER_PORT=1" in ended.err
     assert [json.loads(line)["step"] for line in (folder / "out/metrics.jsonl").read_text().splitlines()] == [1, 2, 3]

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.hostile.judge import Case
 from titanlite.config.read import read_config
 from titanlite.launch import stacks
-from titanlite.launch.run_folder import RunLock, record_start, written
+from titanlite.launch.run_folder import RunLock, owned_folders, record_start
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents
 from titanlite.loop.metrics import Reporter
@@ -42,14 +42,13 @@ def start(*options: str) -> None:
     config = read_config("run.toml", list(options))
     check(config, "run.toml", 1, open_files=False)
     dump = Path(config.job.dump_folder)
-    lock = RunLock(*written(config))
+    lock = RunLock(*owned_folders(config))
     try:
         stacks.open_dump(dump, 0)
         record_start(config, {})
         reporter = Reporter(config, 1, active=True)
         Incidents(config, 8, 1, active=True)
         reporter.report(1, {"loss": 1.0})
-        lock.keep()
         reporter.close()
         stacks.close_dump()
     finally:

@@ -13,7 +13,7 @@ import torch
 
 from tests.limited import disk
 from titanlite.checkpoint import load, manifest
-from titanlite.checkpoint.folder import clean_up, list_steps, retire, room_faults, step_folder, superfluous, try_out
+from titanlite.checkpoint.folder import check_shared, clean_up, disk_space_faults, list_steps, retire, step_folder, superfluous
 from titanlite.checkpoint.save import Saver
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
@@ -164,20 +164,20 @@ def test_there_must_be_room_for_two_checkpoints_or_for_one_where_an_old_one_goes
     make(tmp_path / "saves", *range(have))
     keys, size, free = Checkpoint(enable=True, keep_latest_k=keep), 2**30, {tmp_path / "saves": needed * 2**30, tmp_path: 0}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free[path]))
-    assert list(room_faults(tmp_path / "saves", size, keys)) == []
-    [fault] = room_faults(tmp_path / "saves", size + 1, keys)
+    assert list(disk_space_faults(tmp_path / "saves", size, keys)) == []
+    [fault] = disk_space_faults(tmp_path / "saves", size + 1, keys)
     assert f"{needed} checkpoints of this run need {needed}.00 GiB" in fault and f"saves has {needed}.00 GiB free" in fault
-    [fault] = room_faults(tmp_path / "not/there/yet", size, keys)
+    [fault] = disk_space_faults(tmp_path / "not/there/yet", size, keys)
     assert f"{tmp_path} has 0.00 GiB free" in fault
 
 
 def test_what_a_killed_run_has_left_half_written_counts_as_room_since_it_is_deleted_first(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
-    assert list(room_faults(tmp_path, 1000, Checkpoint(enable=True)))
+    assert list(disk_space_faults(tmp_path, 1000, Checkpoint(enable=True)))
     for name in (".step-00000010.unfinished", ".step-00000005.retired"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(bytes(250))
-    assert not list(room_faults(tmp_path, 1000, Checkpoint(enable=True)))
+    assert not list(disk_space_faults(tmp_path, 1000, Checkpoint(enable=True)))
 
 
 # -------------------------------------------------------------------------------------------------------------- trying it out
@@ -185,7 +185,7 @@ def test_what_a_killed_run_has_left_half_written_counts_as_room_since_it_is_dele
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     with disk(tmp_path / "only", "ro") as folder, pytest.raises(UserError, match="only: checkpoints cannot be written: "):
-        try_out(folder)
+        check_shared(folder)
 
 
 # ------------------------------------------------------------------------------------------------------- the moment of truth

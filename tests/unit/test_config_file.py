@@ -85,7 +85,7 @@ def test_a_circle_of_bases_is_refused_and_drawn(tmp_path):
     write(tmp_path, 'base = "b.toml"\n', "c.toml")
     message = refusal(tmp_path / "a.toml")
     assert " -> ".join(str(tmp_path / f"{name}.toml") for name in "abcb") in message
-    assert message.startswith(f"{tmp_path / 'c.toml'}: base = 'b.toml' closes a circle")
+    assert message.startswith(f"{tmp_path / 'c.toml'}: base = 'b.toml' makes a cycle")
 
 
 def test_a_missing_base_is_named_with_the_file_that_names_it(tmp_path):

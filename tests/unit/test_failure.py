@@ -1,4 +1,4 @@
-"""The handler of exceptions that nobody has foreseen: what it says, and that nothing keeps it from saying it."""
+"""The handler of unexpected exceptions: its text, and that it reports on a full disk too."""
 
 import contextlib
 import json
@@ -84,7 +84,7 @@ def test_metrics_on_a_full_disk_warn_and_are_written_when_there_is_room_again(sm
     full = fill(small_disk)
     for step in range(1, 5):
         reporter.report(step, {"loss": 1.0 / step, "text": "x" * 3000})
-    assert f"{small_disk / 'metrics.jsonl'}: cannot be written: No space left on device; training goes on" in caplog.text
+    assert f"{small_disk / 'metrics.jsonl'}: cannot be written: No space left on device; training continues" in caplog.text
     full.unlink()
     reporter.report(5, {"loss": 0.2})
     reporter.close()

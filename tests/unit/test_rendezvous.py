@@ -139,7 +139,7 @@ def test_another_program_at_the_endpoint_is_not_taken_for_node_0(start, port):
 
         threading.Thread(target=serve, daemon=True).start()
         other = start(1)
-        assert other._ask() == "another program answers"
+        assert other._exchange() == "another program answers"
 
 
 @pytest.mark.parametrize("text", [b"GET / HTTP/1.1", b"{}", b"[" * 100_000])
@@ -149,7 +149,7 @@ def test_what_is_no_launcher_gets_no_answer_and_changes_nothing(start, port, tex
         connection.sendall(text + b"\n")
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
-    assert first.meeting is not None and first.meeting.members == {}
+    assert first.server is not None and first.server.members == {}
 
 
 def test_the_others_end_when_the_launcher_of_node_0_has_ended(pair):
@@ -166,7 +166,7 @@ def test_the_others_end_when_node_0_does_not_answer_any_more_even_if_they_are_st
     monkeypatch.setattr(os, "_exit", codes.append)
     nodes = [start(0), start(1)]
     meet(*nodes)
-    with nodes[0].meeting.lock:  # it accepts connections, as a node does whose launcher hangs
+    with nodes[0].server.lock:  # it accepts connections, as a node does whose launcher hangs
         until(lambda: codes and nodes[1].lost)  # the watch of node 0 itself may come first
     assert codes[0] == 1 and nodes[1].lost.startswith("node 0 has not answered at localhost:")
     assert "the run is over" in capfd.readouterr().err

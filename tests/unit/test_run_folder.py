@@ -16,7 +16,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config, Training
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file
-from titanlite.launch.run_folder import RunLock, faults, other_run, record_start, written
+from titanlite.launch.run_folder import RunLock, faults, other_run, owned_folders, record_start
 
 _HOLD = """
 import sys, time
@@ -43,25 +43,6 @@ def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
         assert f"process {os.getpid()} on " in other_run(tmp_path)
 
 
-def test_removing_the_lock_file_lets_no_second_run_in_unnoticed(tmp_path, caplog):
-    with closing(RunLock(tmp_path)) as held:
-        held.keep()
-        assert caplog.text == ""
-        (tmp_path / ".lock").unlink()
-        held.keep()  # as at every report and save
-        assert f"{tmp_path / '.lock'}: somebody has removed it; made again" in caplog.text
-        with pytest.raises(UserError, match=f"process {os.getpid()} on "):
-            RunLock(tmp_path)
-    assert other_run(tmp_path) == ""
-
-
-def test_of_two_runs_that_a_removed_lock_file_has_let_in_the_first_one_ends(tmp_path):
-    with closing(RunLock(tmp_path)) as first:
-        (tmp_path / ".lock").unlink()
-        with closing(RunLock(tmp_path)), pytest.raises(UserError, match="another run is training in it"):
-            first.keep()
-
-
 def test_a_folder_that_cannot_be_written_is_named_and_no_lock_is_left(tmp_path):
     (tmp_path / "checkpoint").write_text("a file")
     with pytest.raises(UserError, match="checkpoint: cannot be written"):
@@ -82,18 +63,18 @@ def linked(tmp_path) -> tuple[Config, Config]:
     (tmp_path / "disk").mkdir()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "checkpoint").symlink_to("../disk")
-    RunLock(*written(run_in(tmp_path / "a"))).close()  # it has trained
+    RunLock(*owned_folders(run_in(tmp_path / "a"))).close()  # it has trained
     shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
     return run_in(tmp_path / "a"), run_in(tmp_path / "b")
 
 
 def test_two_runs_never_train_at_a_time_in_one_folder_of_checkpoints(linked):
     a, b = linked
-    with closing(RunLock(*written(a))):
+    with closing(RunLock(*owned_folders(a))):
         with pytest.raises(UserError, match=rf"b/checkpoint: another run is training in it \(process {os.getpid()} on "):
-            RunLock(*written(b))
-        assert other_run(written(b)[0]) == ""  # which is free again
-    RunLock(*written(b)).close()
+            RunLock(*owned_folders(b))
+        assert other_run(owned_folders(b)[0]) == ""  # which is free again
+    RunLock(*owned_folders(b)).close()
 
 
 def test_a_copied_link_does_not_lead_a_run_to_the_checkpoints_of_another(linked):
@@ -126,7 +107,7 @@ def test_a_run_may_be_copied_with_its_checkpoints_moved_and_reached_by_other_nam
         (tmp_path / "disk" / ".lock").unlink()
         folder = tmp_path / "a"
     assert list(faults(run_in(folder))) == []
-    RunLock(*written(run_in(folder))).close()
+    RunLock(*owned_folders(run_in(folder))).close()
     assert list(faults(run_in(folder))) == []
 
 

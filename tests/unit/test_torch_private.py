@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import models.torch_private
 from titanlite.ground import torch_private
-from titanlite.ground.torch_private import NAMES, VERSIONS, Name, resolve
+from titanlite.ground.torch_private import NAMES, VERSIONS, resolve
 
 ROOT = Path(__file__).parents[2]
 FILES = {Path(torch_private.__file__), Path(models.torch_private.__file__)}  # the latter is imported only if all are there
@@ -26,6 +27,15 @@ OTHERS = {
     "_strip_protocol",  # fsspec, in data/prepare/documents.py
 }  # fmt: skip
 _FSDP = "torch.distributed.fsdp._fully_shard"
+
+
+class Name(NamedTuple):
+    """An attribute of a class or a module: "module:Class.attribute"."""
+
+    path: str
+    use: str  # the function or the file
+    tried: tuple[str, ...] = VERSIONS  # the versions of PyTorch that have it
+
 
 # Attributes of PyTorch's objects, which functions of torch_private.py use, and those functions.
 ATTRIBUTES = (
@@ -86,8 +96,8 @@ def is_there(path: str) -> bool:
 def test_every_private_name_is_in_this_pytorch():
     running = ".".join(torch.__version__.split(".")[:2])
     running = running if running in VERSIONS else VERSIONS[-1]
-    names: list[Name] = [*NAMES.values(), *ATTRIBUTES, *INHERITED]
-    gone = [f"{path}: {purpose}" for path, purpose, tried in names if running in tried and not is_there(path)]
+    names = [*(Name(path, name) for name, path in NAMES.items()), *ATTRIBUTES, *INHERITED]
+    gone = [f"{path}: {use}" for path, use, tried in names if running in tried and not is_there(path)]
     assert gone == [], f"PyTorch {torch.__version__} has no longer"
 
 
@@ -95,11 +105,9 @@ def test_a_name_is_found_whatever_has_been_imported_before():
     """Each in a process that has imported torch alone; torch._functorch.config was missing where dynamo was not loaded."""
     program = """
 import os
-from titanlite.ground.torch_private import NAMES, VERSIONS, resolve
+from titanlite.ground.torch_private import NAMES, resolve
 import torch
-for name, (path, _, tried) in NAMES.items():
-    if tried != VERSIONS and torch.__version__[:4] not in tried:
-        continue
+for name, path in NAMES.items():
     if not (child := os.fork()):
         resolve(path)
         os._exit(0)
@@ -112,7 +120,7 @@ for name, (path, _, tried) in NAMES.items():
 def test_a_name_that_is_gone_is_missed():
     for path in ("torch:_no_such_name", "torch.nn:Module._no_such_name", "torch._no_such_module:name", "torch:Tensor._no"):
         assert not is_there(path)
-    assert all(hasattr(torch_private, name.purpose) for name in ATTRIBUTES)  # the function that uses it
+    assert all(hasattr(torch_private, name.use) for name in ATTRIBUTES)  # the function that uses it
 
 
 def own_names(tree: ast.Module) -> Iterator[str]:

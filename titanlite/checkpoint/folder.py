@@ -57,7 +57,7 @@ def list_steps(folder: Path) -> list[int]:
 # -------------------------------------------------------------------------------------------------------------- before a run
 
 
-def room_faults(folder: Path, size: int, cfg: Checkpoint) -> Iterator[str]:
+def disk_space_faults(folder: Path, size: int, cfg: Checkpoint) -> Iterator[str]:
     """A disk on which checkpoints of `size` bytes do not fit.
 
     Retention deletes an old checkpoint only after the new one is complete. A run therefore needs space for two, or for one if
@@ -85,7 +85,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def try_out(folder: Path) -> None:
+def check_shared(folder: Path) -> None:
     """Writes and renames a small file in the checkpoint folder, and checks that all ranks can read it. All ranks together.
 
     A run thus fails at its start, not at its first checkpoint. Raises UserError.
@@ -168,14 +168,14 @@ def _delete(path: Path, run: str = "") -> None:
     """
     try:
         if step_of(path) is not None:
-            _prove(path, run)
+            _check_is_ours(path, run)
             path = path.rename(path.with_name(f".{path.name}.retired"))
         shutil.rmtree(path)
     except (OSError, UserError) as error:  # this wastes disk space but loses no checkpoint; the next save tries again
         log.warning("%s: cannot be deleted: %s", path, error)
 
 
-def _prove(path: Path, run: str) -> None:
+def _check_is_ours(path: Path, run: str) -> None:
     """Raises UserError for a folder that is no checkpoint of this run, or has other files too."""
     if path.is_symlink():
         raise UserError("it is a link")

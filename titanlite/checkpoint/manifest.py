@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the numbers of the run, and size and checksum of each file. No checkpoint is without one.
+"""The manifest of a checkpoint: the numbers of the run, and size and checksum of each file. Every checkpoint has one.
 
     {"format": 3, "step": 100, "samples": 800, ..., "files": {".metadata": {"bytes": 5310, "xxh3_128": "8f0e..."}, ...},
      "xxh3_128": the checksum of all the text above}
@@ -63,7 +63,7 @@ class _ManifestSchema(untrusted.FileSchema):
     architecture: dict[str, Any]
     model_source: dict[str, _Module] = Field(default={})  # imported weights have none
     own_source: dict[str, _Module] = Field(default={})  # earlier versions have none
-    stream: list[Any] = Field(default=[])  # what each data rank's stream of the user's own needs to go on
+    stream: list[Any] = Field(default=[])  # the state of each data rank's own stream
     run: str = ""  # imported weights, and runs of titanlite 0.2, have none
     files: dict[FileName, FileDigest]
 

@@ -22,26 +22,26 @@ Seconds = Annotated[int, Field(ge=1, le=LONGEST_SECONDS)]
 SMALLEST, LARGEST = 1e-9, 1e9
 
 
-def carried(least: float = SMALLEST, most: float = LARGEST, also: float | None = None) -> AfterValidator:
-    """Refuses what the arithmetic of float32 loses. also: a value beside these bounds that means something."""
+def in_float32(least: float = SMALLEST, most: float = LARGEST, also: float | None = None) -> AfterValidator:
+    """Refuses values that float32 arithmetic loses. also: a value outside the bounds that has a meaning of its own."""
 
     def check(value: float) -> float:
         if value != also and not least <= value <= most:
             more = "" if also is None else f"{also:g}, or "
-            raise PydanticCustomError("not_carried", f"Input should be {more}from {least:g} to {most:g}")
+            raise PydanticCustomError("float32", f"Input should be {more}from {least:g} to {most:g}")
         return value
 
     return AfterValidator(check)
 
 
-Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried()]
-NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False), carried(also=0.0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), carried(also=0.0)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), carried(most=1 - 1e-6, also=0.0)]  # 1 - beta is used too
-Rate = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried(1e-20)]  # also so small that nothing is learned
-Epsilon = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried(1e-30)]  # added, never multiplied
-Norm = Annotated[float, Field(gt=0.0), carried(also=math.inf)]
-Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False), carried(also=0.0)]
+Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), in_float32()]
+NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False), in_float32(also=0.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), in_float32(also=0.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), in_float32(most=1 - 1e-6, also=0.0)]  # 1 - beta is used too
+Rate = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), in_float32(1e-20)]  # 1e-20: nothing is learned
+Epsilon = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), in_float32(1e-30)]  # added, never multiplied
+Norm = Annotated[float, Field(gt=0.0), in_float32(also=math.inf)]
+Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False), in_float32(also=0.0)]
 NO_NUL = r"^[^\x00]*$"  # which no path holds
 Name = Annotated[str, Field(min_length=1, max_length=1000, pattern=NO_NUL)]
 Text = Annotated[str, Field(max_length=1000, pattern=NO_NUL)]

@@ -1,4 +1,4 @@
-"""Settings that exclude each other: a literal table beside the code that they concern, and one sentence for each conflict."""
+"""Settings that exclude each other. Each part of titanlite has its table of them, and each conflict is one sentence."""
 
 import json
 from collections.abc import Iterable, Iterator

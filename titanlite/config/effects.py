@@ -1,4 +1,4 @@
-"""When a key has an effect: the condition that the schema declares beside each key, and what follows for keys that have none.
+"""Conditions under which keys have an effect, which the schema declares beside each key; and what becomes of keys without.
 
 A condition is written as it is shown to the user: "checkpoint.enable = true", "dataloader.workers > 0",
 "validation.sample_prompts is set", one of the sentences below, or several of these joined by " or ".
@@ -27,7 +27,7 @@ FILE, OPTION, UNSET = ConfigLayer(0), ConfigLayer(1, "option"), ConfigLayer(-(2*
 
 
 class Hardware(NamedTuple):
-    """What a configuration does not say about a run. None: unknown; what depends on it may have an effect."""
+    """What a configuration does not say about a run. None: unknown, and conditions on it count as fulfilled."""
 
     cuda: bool | None = None
     ranks: int | None = None
@@ -106,8 +106,8 @@ class Idle(NamedTuple):
 
     @property
     def refused(self) -> bool:
-        """Whether who set the key could see that it has no effect. A file may go to another machine or number of ranks; a key
-        at its default changes nothing."""
+        """Whether the key is refused: whoever set it could see that it has no effect. Not so for a file on another machine or
+        number of ranks, nor for a key at its default."""
         if self.value == self.default:
             return False
         hardware = any(part in _SENTENCES and _SENTENCES[part].of_hardware for part in self.condition.split(" or "))

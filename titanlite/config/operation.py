@@ -1,4 +1,4 @@
-"""The sections of the schema that keep and watch what a run computes: a resume may change them, but for hooks."""
+"""The sections of the schema for saving, reporting and watching a run. A resume may change them, except hooks."""
 
 from typing import Annotated, Literal
 

@@ -89,7 +89,7 @@ def read_config(path: str | Path | None, options: list[str]) -> Config:
 
 
 def _if_of_torchtitan(path: str | Path | None, error: ValidationError, origins: dict[str, ConfigLayer]) -> str:
-    """The command for a file with several names that titanlite does not have; a single one may be misspelt."""
+    """The command for a file with several names that titanlite does not have; a single one may be misspelled."""
     unknown = [".".join(map(str, entry["loc"])) for entry in error.errors() if entry["type"] == "extra_forbidden"]
     several = sum(origins.get(key, OPTION) != OPTION for key in unknown) > 1
     return f"if this is a file of torchtitan: titanlite convert-config {path} --output NEW.toml" if several else ""
@@ -150,7 +150,7 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, ConfigLayer]) -
         raise UserError(f"{str(path)!r}: no path has a zero byte{named_by}")
     if os.path.realpath(path) in map(os.path.realpath, chain):
         circle = " -> ".join(str(file) for file in [*chain, path])
-        raise UserError(f"{chain[-1]}: base = {path.name!r} closes a circle: {circle}")
+        raise UserError(f"{chain[-1]}: base = {path.name!r} makes a cycle: {circle}")
     try:
         values = read_toml(path)
     except Absent:

@@ -1,7 +1,7 @@
 """The schema: every TOML key is a field, with its type, its bounds, its default, its meaning, when it has an effect, and
 whether a resumed run may change it (`OnResume`).
 
-Here are `Config` and the sections that say what is computed; operation.py has those that keep and watch it.
+Here are `Config` and the sections that say what is computed; operation.py has those for saving, reporting and watching it.
 `read.py` fills it from TOML files and the command line; `titanlite/loop/checks.py` lists the checks of several keys at once.
 Keys carry the names that torchtitan's TOML files (0.2) use wherever the meaning is the same.
 """
@@ -156,10 +156,10 @@ class Training(Section):
     """Weight of the squared log-sum-exp of the logits in the loss of each token; it keeps the logits from drifting (PaLM,
     arXiv:2204.02311: 1e-4). The reported training loss includes it, the validation loss does not."""
     predict_further: Annotated[int, Field(ge=0, le=64), ALWAYS, _OTHER_PARAMETERS] = 0
-    """Multi-token prediction (arXiv:2412.19437, section 2.2): so many tokens after the next one are predicted too, each by a
+    """Multi-token prediction (arXiv:2412.19437, section 2.2): this many tokens after the next one are predicted too, each by a
     block of its own, which validation, generation and exports leave out (docs/guides/multi_token.md)."""
     predict_further_weight: Annotated[bounds.NonNegative, EffectiveWhen("training.predict_further > 0")] = 0.3
-    """Of the mean over the further tokens of their mean losses. DeepSeek-V3: 0.3, later 0.1."""
+    """Weight of the additional losses, each a mean over its labels, averaged over the depths. DeepSeek-V3: 0.3, later 0.1."""
     dtype: Annotated[Literal["float32", "bfloat16"], ALWAYS] = "float32"
     """Precision of parameters, reduced gradients and optimizer moments. "bfloat16" halves their memory; optimizer.rounding
     keeps small updates from being lost (docs/guides/precision.md)."""
@@ -218,8 +218,8 @@ class Parallelism(Section):
     """The order in which stages run microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
     two or more, which makes the pipeline bubble shorter (docs/guides/parallelism.md)."""
     pipeline_parallel_layers_per_stage: Annotated[Literal[-1] | bounds.Count, _WITH_PIPELINE] = -1
-    """Blocks of each stage but the last, which has the rest. -1: as many that the longest stage takes as few FLOPs as possible,
-    the head's included."""
+    """Blocks of each stage except the last, which has the rest. -1: the number for which the slowest stage has the fewest
+    FLOPs, the head's included."""
     fsdp_reshard_after_forward: Annotated[bounds.Reshard, _WITH_FSDP] = "default"
     """What happens to a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3). "default":
     freed, except the head's, whose backward pass comes next; kept in a pipeline, which would gather them for every microbatch.

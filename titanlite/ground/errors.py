@@ -1,4 +1,4 @@
-"""The exception that means: the user can correct this. And what a program notes for the report of every other exception."""
+"""UserError, for faults that the user can correct; and notes of the current position, for the report of any other exception."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, for whoever reads it: the names of the files, and what their lines must hold.
+"""The files in a run's folder, for all that read them: their names, and the schemas of their lines.
 
 Nothing here needs torch: to compare runs, their folders are enough.
 """

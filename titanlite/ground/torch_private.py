@@ -15,92 +15,79 @@ import inspect
 import operator
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy
 
-VERSIONS = ("2.11", "2.13")
-
-
-class Name(NamedTuple):
-    """A name of a module, or an attribute of a class: "module:name" or "module:Class.attribute"."""
-
-    path: str
-    purpose: str
-    tried: tuple[str, ...] = VERSIONS  # the versions of PyTorch that have it
-
-
+VERSIONS = ("2.11", "2.13")  # each name is in both
 _FSDP, _ATEN = "torch.distributed.fsdp._fully_shard", "torch:ops.aten."
 _DISPATCH, _C10D = "torch.utils._python_dispatch", "torch.distributed.distributed_c10d"
 
+# name here -> "module:name", or "module:Class.attribute"
 NAMES = {
     # checkpoints
-    "StorageInfo": Name("torch.distributed.checkpoint.filesystem:_StorageInfo", "the location of a shard, in DCP's metadata"),
-    "foreach_copy_": Name("torch:_foreach_copy_", "copies all tensors of a checkpoint at once"),
+    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",  # the location of a shard, in DCP's metadata
+    "foreach_copy_": "torch:_foreach_copy_",  # copies all tensors of a checkpoint at once
     # process groups
-    "set_group_timeout": Name(f"{_C10D}:_set_pg_timeout", "short timeouts after a long first step"),
-    "all_groups": Name(f"{_C10D}:_world.pg_map", "every process group there is, to set its timeout"),
-    "resolve_process_group": Name(f"{_C10D}:_resolve_process_group", "the group of a name, as operations have it"),
-    "FakeStore": Name("torch.testing._internal.distributed.fake_pg:FakeStore", "the process group of a prediction"),
-    "enable_symm_mem_for_group": Name(
-        "torch.distributed._symmetric_memory:enable_symm_mem_for_group", "async TP: the compiler's pass requires the call"
-    ),
+    "set_group_timeout": f"{_C10D}:_set_pg_timeout",  # short timeouts after a long first step
+    "all_groups": f"{_C10D}:_world.pg_map",  # every process group there is, to set its timeout
+    "resolve_process_group": f"{_C10D}:_resolve_process_group",  # the group of a name, as operations have it
+    "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",  # the process group of a prediction
+    # async TP: the compiler's pass requires the call
+    "enable_symm_mem_for_group": "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
     # DTensor
-    "compute_local_shape_and_global_offset": Name(
-        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "the positions of a shard in the whole tensor"
-    ),
-    "compute_shape_and_offset_at": Name(
-        "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset", "the same for the shard of any rank"
-    ),
-    "ShardingPropagator": Name(
-        "torch.distributed.tensor._sharding_prop:ShardingPropagator", "whole tensors of a prediction, which no rank holds"
-    ),
+    # the positions of a shard in the whole tensor
+    "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+    # the same for the shard of any rank
+    "compute_shape_and_offset_at": "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
+    # whole tensors of a prediction, which no rank holds
+    "ShardingPropagator": "torch.distributed.tensor._sharding_prop:ShardingPropagator",
     # FSDP2
-    "fsdp_common": Name(f"{_FSDP}:_fsdp_common", "its descriptions of meshes, for experts on a mesh of their own"),
-    "DefaultReduceScatter": Name(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter", "checks what a waiting all-reduce sums"),
-    "TrainingState": Name(f"{_FSDP}._fsdp_common:TrainingState", "frees a unit that a validation leaves gathered"),
+    "fsdp_common": f"{_FSDP}:_fsdp_common",  # its descriptions of meshes, for experts on a mesh of their own
+    "DefaultReduceScatter": f"{_FSDP}._fsdp_collectives:DefaultReduceScatter",  # checks what a waiting all-reduce sums
+    "TrainingState": f"{_FSDP}._fsdp_common:TrainingState",  # frees a unit that a validation leaves gathered
     # modes and trees
-    "TorchDispatchMode": Name(f"{_DISPATCH}:TorchDispatchMode", "sees every operation: predictions, and what blocks exchange"),
-    "is_traceable_wrapper_subclass_type": Name(f"{_DISPATCH}:is_traceable_wrapper_subclass_type", "lets DTensors be"),
-    "disable_current_modes": Name(f"{_DISPATCH}:_disable_current_modes", "reads meshes while FakeTensorMode is on"),
-    "FakeTensorMode": Name("torch._subclasses.fake_tensor:FakeTensorMode", "a forward pass without memory"),
-    "tree_flatten": Name("torch.utils._pytree:tree_flatten", "the tensors among arguments and results"),
-    "tree_leaves": Name("torch.utils._pytree:tree_leaves", "the same"),
-    "tree_map": Name("torch.utils._pytree:tree_map", "the same, replaced"),
-    "reparametrize_module": Name("torch.nn.utils.stateless:_reparametrize_module", "parameters that are cast for one call"),
+    "TorchDispatchMode": f"{_DISPATCH}:TorchDispatchMode",  # sees every operation: predictions, and what blocks exchange
+    "is_traceable_wrapper_subclass_type": f"{_DISPATCH}:is_traceable_wrapper_subclass_type",  # lets DTensors be
+    "disable_current_modes": f"{_DISPATCH}:_disable_current_modes",  # reads meshes while FakeTensorMode is on
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",  # a forward pass without memory
+    "tree_flatten": "torch.utils._pytree:tree_flatten",  # the tensors among arguments and results
+    "tree_leaves": "torch.utils._pytree:tree_leaves",  # the same
+    "tree_map": "torch.utils._pytree:tree_map",  # the same, replaced
+    "reparametrize_module": "torch.nn.utils.stateless:_reparametrize_module",  # parameters that are cast for one call
     # compiler
-    "compile_counters": Name("torch._dynamo.utils:counters", "counts recompilations"),
-    "get_compilation_metrics": Name("torch._dynamo.utils:get_compilation_metrics", "the cause of each"),
-    "aot_autograd": Name("torch._dynamo.backends.common:aot_autograd", "predictions: graphs as inductor gets them"),
-    "register_backend": Name("torch._dynamo:register_backend", "the same"),
-    "select_decomp_table": Name("torch._inductor.compile_fx:select_decomp_table", "the same"),
-    "partitioner": Name("torch._functorch:config", "activation_checkpoint.memory_budget"),
-    "inductor_config": Name("torch._inductor:config", "switches async TP on, whose option is private too"),
-    "CustomGraphPass": Name("torch._inductor.custom_graph_pass:CustomGraphPass", "a pass of ours before that of async TP"),
-    "get_hash_for_files": Name("torch._inductor.custom_graph_pass:get_hash_for_files", "its part of the compiler's cache key"),
-    "maybe_mark_dynamic": Name("torch._dynamo:maybe_mark_dynamic", "one kernel for matrices with any number of rows"),
-    "shapes_config": Name("torch.fx.experimental:_config", "kernels for matrices of any shape"),
-    "get_cpp_compiler": Name("torch._inductor.cpp_builder:get_cpp_compiler", "whether inductor finds a C++ compiler"),
-    "InvalidCxxCompiler": Name("torch._inductor.exc:InvalidCxxCompiler", "says that it finds none"),
+    "compile_counters": "torch._dynamo.utils:counters",  # counts recompilations
+    "get_compilation_metrics": "torch._dynamo.utils:get_compilation_metrics",  # the cause of each
+    "aot_autograd": "torch._dynamo.backends.common:aot_autograd",  # predictions: graphs as inductor gets them
+    "register_backend": "torch._dynamo:register_backend",  # the same
+    "select_decomp_table": "torch._inductor.compile_fx:select_decomp_table",  # the same
+    "partitioner": "torch._functorch:config",  # activation_checkpoint.memory_budget
+    "inductor_config": "torch._inductor:config",  # switches async TP on, whose option is private too
+    "CustomGraphPass": "torch._inductor.custom_graph_pass:CustomGraphPass",  # a pass of ours before that of async TP
+    "get_hash_for_files": "torch._inductor.custom_graph_pass:get_hash_for_files",  # its part of the compiler's cache key
+    "maybe_mark_dynamic": "torch._dynamo:maybe_mark_dynamic",  # one kernel for matrices with any number of rows
+    "shapes_config": "torch.fx.experimental:_config",  # kernels for matrices of any shape
+    "get_cpp_compiler": "torch._inductor.cpp_builder:get_cpp_compiler",  # whether inductor finds a C++ compiler
+    "InvalidCxxCompiler": "torch._inductor.exc:InvalidCxxCompiler",  # says that it finds none
     # operations
-    "flash_attention": Name(f"{_ATEN}_scaled_dot_product_flash_attention", "its result is kept for the backward pass"),
-    "efficient_attention": Name(f"{_ATEN}_scaled_dot_product_efficient_attention", "the same"),
-    "cudnn_attention": Name(f"{_ATEN}_scaled_dot_product_cudnn_attention", "the same"),
-    "math_attention": Name(f"{_ATEN}_scaled_dot_product_attention_math", "the same"),
-    "cpu_attention": Name(f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu", "the same, and its FLOPs"),
-    "cpu_attention_backward": Name(f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu_backward", "its FLOPs"),
-    "flash_attention_backward": Name(f"{_ATEN}_scaled_dot_product_flash_attention_backward", "its FLOPs"),
-    "collectives": Name("torch:ops._c10d_functional", "results of collectives are kept for the backward pass"),
-    "foreach_div_": Name("torch:_foreach_div_", "divides all gradients at once"),
-    "foreach_norm": Name("torch:_foreach_norm", "the norms of all gradients at once, on a GPU"),
-    "amp_update_scale_": Name("torch:_amp_update_scale_", "the loss scale of float16, without a host sync"),
-    "record_memory_history": Name("torch.cuda.memory:_record_memory_history", "profiling.enable_memory_snapshot"),
-    "dump_snapshot": Name("torch.cuda.memory:_dump_snapshot", "the same"),
-    "has_amx": Name("torch.cpu:_is_amx_tile_supported", "whether the processor multiplies 16-bit matrices as a whole"),
-    "AnyDropout": Name("torch.nn.modules.dropout:_DropoutNd", "the base of all dropout layers"),
+    "flash_attention": f"{_ATEN}_scaled_dot_product_flash_attention",  # its result is kept for the backward pass
+    "efficient_attention": f"{_ATEN}_scaled_dot_product_efficient_attention",  # the same
+    "cudnn_attention": f"{_ATEN}_scaled_dot_product_cudnn_attention",  # the same
+    "math_attention": f"{_ATEN}_scaled_dot_product_attention_math",  # the same
+    "cpu_attention": f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu",  # the same, and its FLOPs
+    "cpu_attention_backward": f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu_backward",  # its FLOPs
+    "flash_attention_backward": f"{_ATEN}_scaled_dot_product_flash_attention_backward",  # its FLOPs
+    "collectives": "torch:ops._c10d_functional",  # results of collectives are kept for the backward pass
+    "foreach_div_": "torch:_foreach_div_",  # divides all gradients at once
+    "foreach_norm": "torch:_foreach_norm",  # the norms of all gradients at once, on a GPU
+    "amp_update_scale_": "torch:_amp_update_scale_",  # the loss scale of float16, without a host sync
+    "record_memory_history": "torch.cuda.memory:_record_memory_history",  # profiling.enable_memory_snapshot
+    "dump_snapshot": "torch.cuda.memory:_dump_snapshot",  # the same
+    "has_amx": "torch.cpu:_is_amx_tile_supported",  # whether the processor multiplies 16-bit matrices as a whole
+    "AnyDropout": "torch.nn.modules.dropout:_DropoutNd",  # the base of all dropout layers
 }
 
 # In 2.11, a pipeline's messages of whole numbers need gradients.
@@ -110,7 +97,7 @@ BEFORE_2_13 = torch.__version__ < "2.13"
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"titanlite.ground.torch_private has no {name}")
-    return resolve(NAMES[name].path)
+    return resolve(NAMES[name])
 
 
 def resolve(path: str) -> Any:
@@ -194,7 +181,7 @@ def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 def mesh_per_parameter() -> bool:
     """Whether parameters of a unit can be on different meshes. PyTorch 2.11 has one for all of them."""
-    return hasattr(resolve(NAMES["fsdp_common"].path), "ShardPlacementResult")
+    return hasattr(resolve(NAMES["fsdp_common"]), "ShardPlacementResult")
 
 
 def fsdp_groups(unit: nn.Module) -> list[Any]:
@@ -219,9 +206,9 @@ def set_training_state(group: Any, state: Any) -> None:
 def set_memory_budget(share: float, kept: tuple[Any, ...]) -> None:
     """The share of activations that the compiler's partitioner keeps. Inductor always keeps the results of `kept` operations
     and the seeds of random numbers."""
-    partitioner = resolve(NAMES["partitioner"].path)
+    partitioner = resolve(NAMES["partitioner"])
     partitioner.activation_memory_budget = max(share, 1e-6)  # at 0 it keeps inputs alone
-    resolve(NAMES["inductor_config"].path).joint_custom_post_pass = _graph_pass(_keep, kept) if share < 1 else None
+    resolve(NAMES["inductor_config"]).joint_custom_post_pass = _graph_pass(_keep, kept) if share < 1 else None
     # Under tensor parallelism a graph's inputs include the DeviceMesh, whose size PyTorch 2.13 cannot
     # determine. It holds no activations. 2.11 has no such setting and needs none.
     if hasattr(partitioner, "unsafe_treat_script_objects_as_zero_size"):
@@ -237,13 +224,13 @@ def register_partitioning(name: str, run: Callable[[torch.fx.GraphModule, list[A
         call._boxed_call = True  # takes its arguments as a list
         return call
 
-    backend = resolve(NAMES["aot_autograd"].path)(
+    backend = resolve(NAMES["aot_autograd"])(
         fw_compiler=compiled,
         bw_compiler=compiled,
-        decompositions=lambda: resolve(NAMES["select_decomp_table"].path)(),  # loads inductor
+        decompositions=lambda: resolve(NAMES["select_decomp_table"])(),  # loads inductor
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
-    resolve(NAMES["register_backend"].path)(backend, name=name)
+    resolve(NAMES["register_backend"])(backend, name=name)
 
 
 def _keep(graph: torch.fx.Graph, kept: tuple[Any, ...]) -> None:
@@ -268,12 +255,12 @@ def _draws(node: torch.fx.Node) -> bool:
 
 def set_async_tensor_parallel(enable: bool, before: Callable[[torch.fx.Graph], None]) -> None:
     """Switches the compiler's pass of async TP on or off, and a function that changes each graph before it."""
-    config = resolve(NAMES["inductor_config"].path)
+    config = resolve(NAMES["inductor_config"])
     config._micro_pipeline_tp = enable
     config.post_grad_custom_pre_pass = _graph_pass(before) if enable else None
 
 
 def _graph_pass(function: Callable[..., None], *more: Any) -> Any:
-    key = resolve(NAMES["get_hash_for_files"].path)((inspect.getfile(function),), str(more))
+    key = resolve(NAMES["get_hash_for_files"])((inspect.getfile(function),), str(more))
     methods = {"__call__": lambda self, graph: function(graph, *more), "uuid": lambda self: key}
-    return type("GraphPass", (resolve(NAMES["CustomGraphPass"].path),), methods)()
+    return type("GraphPass", (resolve(NAMES["CustomGraphPass"]),), methods)()

@@ -4,8 +4,8 @@ A file must be a regular file once links are followed: a FIFO would block, a dev
 UTF-8 text in JSON or TOML of bounded depth, with integers of bounded length. A pydantic model says what it must hold. Each
 fault is one sentence that names the file, the location in it, the value and what is allowed.
 
-Each limit is at least ten times the largest real file of its kind. What the machine does not let us read, for lack of memory or
-by an error of the disk, is `Unread`: it proves no fault of the file.
+Each limit is at least ten times the largest real file of its kind. `Unread` means that the machine cannot read a file now, for
+lack of memory or by an error of the disk; the file itself may be intact.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def reading(path: str | Path) -> Iterator[None]:
     except FileNotFoundError:
         raise Absent(f"{path}: is missing") from None
     except MemoryError:
-        raise Unread(f"{path}: cannot be read: the memory of this machine does not suffice") from None
+        raise Unread(f"{path}: cannot be read: this machine has too little memory") from None
     except OSError as error:
         kind = UserError if error.errno in _OF_THE_FILE else Unread
         raise kind(f"{path}: cannot be read: {error.strerror or error}") from None

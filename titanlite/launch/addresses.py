@@ -1,4 +1,4 @@
-"""Addresses of this node and of others, probed before torch and gloo wait for them or fail in C++."""
+"""Stores and addresses of nodes. Each is checked first: torch and gloo wait until a timeout, or print frames of C++."""
 
 import contextlib
 import ipaddress
@@ -15,7 +15,7 @@ _UP = "bring the loopback interface up: ip link set lo up"
 
 
 def serve(host: str, port: int = 0, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """A new store on this node, which is found at host. port 0: any. Raises ConnectionError with the reason, as `join`."""
+    """Starts a store on this node, and checks that it is reached at `host`. port 0: any. Raises ConnectionError as `join`."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_ANSWERED_WITHIN).close()
@@ -30,7 +30,7 @@ def serve(host: str, port: int = 0, timeout: timedelta = _TIMEOUT) -> TCPStore:
 
 
 def join(host: str, port: int, patience: float, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """A client of the store at an address. patience: seconds for which it is tried. timeout: of the store's operations.
+    """A client of the store at an address. patience: seconds to keep trying. timeout: of the store's operations.
 
     Raises ConnectionError, whose text is the reason. PyTorch by itself waits for its timeout, then prints frames of C++.
     """
@@ -40,7 +40,7 @@ def join(host: str, port: int, patience: float, timeout: timedelta = _TIMEOUT) -
         try:
             socket.create_connection((host, port), max(0.1, min(5.0, left))).close()
             break
-        except OSError as error:  # also: the name is not known, which may change too
+        except OSError as error:  # also an unknown name: name resolution may start later
             if left < 0.5:
                 raise ConnectionError(error.strerror or str(error) or type(error).__name__) from None
         time.sleep(0.2)
@@ -67,36 +67,24 @@ def gloo_fault() -> str:
 def hostname_fault() -> str:
     """Why other nodes cannot reach the address at which gloo would listen; or "".
 
-    Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname that it can bind, or at the loopback address
-    (ProcessGroupGloo::createDefaultDevice). The /etc/hosts of Debian maps the hostname to 127.0.1.1. The ranks of the other
-    nodes would then wait in vain until the timeout. Launchers that meet at a loopback address are all on this
-    node.
+    Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname (ProcessGroupGloo::createDefaultDevice). The
+    /etc/hosts of Debian maps the hostname to 127.0.1.1: the ranks of the other nodes would wait until the timeout. Launchers
+    that meet at a loopback address are all on this node.
     """
-    meeting = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
-    if os.environ.get("GLOO_SOCKET_IFNAME") or meeting in ("localhost", "127.0.0.1", "[::1]"):
+    host = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
+    if os.environ.get("GLOO_SOCKET_IFNAME") or host in ("localhost", "127.0.0.1", "[::1]"):
         return ""
-    name, address = socket.gethostname(), ""
-    with contextlib.suppress(socket.gaierror):  # no address
-        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-        address = next(filter(_can_bind, addresses), "")
-    if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return ""
+    name, address = socket.gethostname(), "no address"
+    with contextlib.suppress(socket.gaierror):
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return ""
     return (
-        f"the hostname {name} resolves to {address or 'no address of this node'}, where other nodes cannot reach its "
-        "ranks; set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes (this node has: "
+        f"the hostname {name} resolves to {address}, where other nodes cannot reach the ranks of this node; set "
+        "GLOO_SOCKET_IFNAME to the interface that leads to the other nodes (this node has: "
         f"{_interfaces(but='lo')}), and PET_LOCAL_ADDR to its address"
     )
 
 
 def _interfaces(but: str = "") -> str:
     return ", ".join(name for _, name in socket.if_nameindex() if name != but) or "none but lo"
-
-
-def _can_bind(address: str) -> bool:
-    """Whether this node has an address."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True

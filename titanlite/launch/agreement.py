@@ -1,4 +1,4 @@
-"""Whether all nodes start the same run: what decides its numbers is compared before the first collective.
+"""Refuses nodes that would train something else: settings, code and versions are compared before the first collective.
 
 Otherwise nodes with another learning rate, seed or model file train together without an error, and the loss is wrong.
 """
@@ -21,14 +21,14 @@ from titanlite.ground.errors import UserError, listed
 
 Identity = dict[str, str]  # name -> value as JSON
 
-# Each node may have the same files in another place. Data, tokenizer, dimensions and the shared folder are compared themselves.
+# Each node may have the same files under another path. What is in the files is compared elsewhere.
 PER_NODE = ("job.dump_folder", "model.hf_assets_path", "distillation.teacher", "*.dataset*", "*.sources.*.path")
 _LINES = 12  # of a message
-_READ_WITHIN = timedelta(seconds=10)  # by all ranks, before the first one ends and may take the store with it
+_READ_WITHIN = timedelta(seconds=10)  # the first rank that ends may end the store too
 
 
 def identity(settled: Config, device: str, dimensions: dict[str, Any], model_code: dict[str, str]) -> Identity:
-    """What this rank is about to train.
+    """What this rank will train, by name.
 
     settled: the configuration without keys that have no effect here. dimensions: of the model. model_code: module -> hash.
     """
@@ -55,8 +55,8 @@ def differences(first: Identity, other: Identity, first_name: str, other_name: s
 def agree(store: dist.Store, rank: int, world: int, own: Identity) -> None:
     """Compares the identities of all ranks with that of rank 0; all ranks together.
 
-    Raises the same UserError on all ranks where one differs, and TimeoutError, within the timeout of the store, where one
-    does not come.
+    Raises the same UserError on all ranks if one differs, and TimeoutError if a rank does not arrive within the timeout of the
+    store.
     """
     node = f"node {os.environ['GROUP_RANK']}" if os.environ.get("GROUP_RANK") else f"rank {rank}"
     keys = [f"differences/{other}" for other in range(world)]
@@ -72,7 +72,7 @@ def agree(store: dist.Store, rank: int, world: int, own: Identity) -> None:
     verdict = list(dict.fromkeys(line for lines in store.multi_get(keys) for line in json.loads(lines)))
     if not verdict:
         return
-    with contextlib.suppress(RuntimeError):  # the first rank to leave may end the store, and the others know enough
+    with contextlib.suppress(RuntimeError):  # the store may have ended with the first rank; the lines are read already
         if store.add("read", 1) == world:
             store.set("all have read", "")
         store.wait(["all have read"], _READ_WITHIN)

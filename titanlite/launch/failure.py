@@ -1,7 +1,7 @@
-"""The one handler for exceptions that nobody has foreseen, in every command and every rank.
+"""The one handler for unexpected exceptions, in every command and every rank.
 
-The screen shows one line: where, what, the file that was read last, and the file with the traceback; below it are
-the frames of the user's own code, if there are any. A full disk does not keep it from reporting.
+The screen shows one line: the position, the error, the file that was read last, and the file with the traceback. Below it are
+the frames of the user's own code, if there are any. A full disk does not prevent the report.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None,
     own = [frame for frame in frames if is_users(frame.filename) and not words]
     parts = [f"{where(who)}: {words or _words(error) + _at(frames)}"]
     parts += [f"read last: {errors.last_file}"] if errors.last_file else []
-    parts += [f"traceback: {file}"] if file else ["no disk takes the traceback, which follows"]
+    parts += [f"traceback: {file}"] if file else ["the traceback could not be written to a file; it follows"]
     return "\n".join(["; ".join(parts), "".join(traceback.format_list(own)) if file else trace]).rstrip()
 
 
@@ -68,14 +68,14 @@ def _words(error: BaseException) -> str:
 
 
 def _at(frames: traceback.StackSummary) -> str:
-    """The innermost place in titanlite or in the user's code."""
+    """The innermost line in titanlite or in the user's code."""
     package = os.path.dirname(os.path.dirname(__file__))
     ours = [frame for frame in frames if is_users(frame.filename) or frame.filename.startswith(package)]
     return f" ({ours[-1].filename.removeprefix(os.path.dirname(package) + os.sep)}, line {ours[-1].lineno})" if ours else ""
 
 
 def _write(text: str, dump: tuple[Path, int] | None) -> Path | None:
-    """Writes a text where there is a place for it; -> the file."""
+    """Writes a text to the dump, else to the temporary folder; -> the file, None where neither can be written."""
     content = text.encode(errors="replace")
     with contextlib.suppress(OSError):
         if dump is not None and os.write(dump[1], content) == len(content):

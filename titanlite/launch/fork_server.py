@@ -1,7 +1,7 @@
-"""Starts the ranks as forks of one process that has imported what they need, which takes longer than all else at a start.
+"""Starts the ranks as forks of one process that has imported their modules: imports take the most time of a start.
 
 The fork server is itself a fork of the launcher, made before the launcher has threads or calls CUDA: torch's agent runs a store
-and timers in threads and counts the GPUs, and neither survives a fork.
+and timers in threads, and counts the GPUs. Neither threads nor CUDA survive a fork.
 """
 
 import functools
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 from titanlite.ground.errors import UserError
 from titanlite.launch import children, stop
 
-# A terminal's Ctrl-C and a scheduler's signals reach every process of a run. The fork server ignores them, and a rank receives
-# them once it listens, however early they were sent.
-_HELD_BACK = (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# A terminal's Ctrl-C and a scheduler's signals reach every process of a run. The fork server ignores them. A rank receives them
+# when it unblocks them, also those that were sent before.
+_BLOCKED = (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Child(NamedTuple):
@@ -51,23 +51,23 @@ class ForkServer:
     def start(self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None) -> Child:
         """Starts a process that exits with what the function returns for the arguments. All of them are pickled.
 
-        Raises UserError where the machine has no memory, or no number, for another process.
+        Raises UserError if the machine has no memory, or no process id, for another process.
         """
-        pid = self._ask((function, arguments, environment or {}))
+        pid = self._request((function, arguments, environment or {}))
         if isinstance(pid, OSError):
             raise UserError(f"the machine cannot start another process, for a rank: {pid.strerror}; lower NGPU, or its limits")
         return Child(pid, functools.partial(self._exit_code, pid))
 
     def _exit_code(self, pid: int) -> int | None:
         if pid not in self._exit_codes:
-            self._exit_codes |= self._ask(None)
+            self._exit_codes |= self._request(None)
         return self._exit_codes.get(pid)
 
-    def _ask(self, request: Any) -> Any:
+    def _request(self, request: Any) -> Any:
         try:
             self._connection.send(request)
             return self._connection.recv()
-        except (EOFError, OSError):  # somebody has killed the fork server, and the kernel its processes
+        except (EOFError, OSError):  # somebody has killed the fork server; the kernel then ends its processes
             raise SystemExit("the process that starts the ranks is gone; the run is over") from None
 
 
@@ -78,7 +78,7 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
     """
     os.setsid()
     server = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     for module in preload:
         importlib.import_module(module)
     running: list[int] = []

@@ -37,21 +37,21 @@ from titanlite.launch.rendezvous import Rendezvous
 # ended.
 _TOGETHER = 1  # seconds
 
-# A rank that loses its connection may be gone before the kernel has cleared away the one that was killed, which counts as
-# running until its last thread is. So others that are ending get this long before they are ended.
+# A killed rank counts as running until its last thread has ended. A neighbor that loses its connection may exit before that. So
+# the remaining ranks get this long to end by themselves.
 _CLEARED = 0.5  # seconds
 
 # How long the other ranks may run after one has ended with stop.EXIT_CODE; all have saved together by then.
 _LEAVING = 60.0  # seconds
 
 _FAULT = 2  # the exit code of a rank that has reported a fault that the user can correct
-_FINAL = (_FAULT, stop.UNSAVED)  # stacks say no more, and another start would end the same way
+_FINAL = (_FAULT, stop.UNSAVED)  # no stacks, no restart: the next start would end the same way
 
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that end the run at once
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """(rank, failure) that most likely made the others fail.
+    """(rank, failure) that most likely caused the others.
 
     Among the earliest failures, in this order: a rank that was ended by a signal, since its neighbors lose the connection to
     it and then end with an exit code; by SIGABRT, which gloo may do to such a neighbor; a rank that has reported a fault and
@@ -65,7 +65,7 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFail
         special = {-signal.SIGABRT: 1, _FAULT: 2, -signal.SIGTERM: 4}
         return special.get(code, 0 if code < 0 else 3)
 
-    return min(candidates, key=order)  # of equals, the one that was noted first
+    return min(candidates, key=order)  # of equals, the first
 
 
 def describe(failures: dict[int, ProcessFailure]) -> str:
@@ -83,7 +83,7 @@ class Launcher:
     def __init__(self, dump_folder: Path, start_rank: Callable[[dict[str, str]], Child]):
         """start_rank: starts a rank with these variables added to its environment.
 
-        The rank leads a process group of its own, and all signals are held back until it listens.
+        The rank leads a process group of its own, and blocks all signals until it listens.
         """
         self.dump_folder, self.start_rank = dump_folder, start_rank
         self.starts = 0
@@ -95,7 +95,7 @@ class Launcher:
         self.stopped = False  # a rank has ended with stop.EXIT_CODE
 
     def on_request(self, number: int, _frame: FrameType | None) -> None:
-        """Signal handler for requests to stop. While there are ranks it only takes note, and `Ranks._poll` acts."""
+        """Signal handler for requests to stop. While there are ranks it only sets a flag, on which `Ranks._poll` acts."""
         request = signal.Signals(number)
         if not self.active and not self.over:
             _print(f"{request.name}: no rank is running, and there is nothing to save")
@@ -232,7 +232,7 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
     unreachable: seconds without an answer of node 0 after which the run ends. Raises UserError for nodes that do not fit
     together.
     """
-    logging.disable(logging.CRITICAL)  # the ranks say what went wrong, and the agent's additions follow below in one line
+    logging.disable(logging.CRITICAL)  # ranks report their own errors, and this function adds one line
     for number in stop.REQUESTS:
         signal.signal(number, launcher.on_request)
     for number in _ENDING:
@@ -265,5 +265,5 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody reads any more; the run goes on
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more; the run continues
         os.write(sys.stderr.fileno(), f"{text}\n".encode())  # unlike print, safe in a signal handler

@@ -1,4 +1,4 @@
-"""Where the ranks of a run are, from the environment variables that the header of run_train.sh explains."""
+"""Reads the nodes and ranks of a run from the environment variables that the header of run_train.sh explains."""
 
 import os
 import re
@@ -22,10 +22,11 @@ _NUMBERS = {
     "MASTER_PORT": (1, 65_535, 29_500),
 }
 OF_A_RANK = (  # for messages
-    "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank; where another "
+    "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank; if another "
     "launcher has left them, unset them"
 )
-# What our launcher sets for each rank itself, and torchrun's own options: in its environment another launcher has left them.
+# The launcher sets these variables for each rank, or they are options of torchrun. If they are set before, another launcher has
+# left them.
 _LEFT = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE)"
     "|PET_.*"
@@ -66,7 +67,7 @@ def _drop_left_over() -> None:
     """Names the variables of another launcher on standard error, and removes them from the environment."""
     if left := sorted(filter(_LEFT.fullmatch, os.environ)):
         values = ", ".join(f"{name}={shown(os.environ.pop(name))}" for name in left)
-        print(f"without effect, from another launcher: {values}; NGPU, NNODES and NODE_RANK count here", file=sys.stderr)
+        print(f"ignored, from another launcher: {values}; set NGPU, NNODES and NODE_RANK instead", file=sys.stderr)
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -76,15 +77,11 @@ def rank_and_world() -> tuple[int, int]:
     """
     rank, world = number("RANK"), number("WORLD_SIZE")
     local_rank, local_world = number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE", world)
-    faults = {
-        f"WORLD_SIZE={world} without RANK": world > 1 and not os.environ.get("RANK"),
-        f"RANK={rank} with WORLD_SIZE={world}": rank >= world,
-        f"LOCAL_WORLD_SIZE={local_world} with WORLD_SIZE={world}": local_world > world,
-        f"LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_world}": local_rank >= local_world,
-        f"LOCAL_RANK={local_rank} with RANK={rank}": local_rank > rank,
-    }
-    if fault := next((fault for fault, holds in faults.items() if holds), ""):
-        raise UserError(f"{fault}: cannot be; {OF_A_RANK}")
+    if world > 1 and not os.environ.get("RANK"):
+        raise UserError(f"WORLD_SIZE={world} without RANK; {OF_A_RANK}")
+    if not (rank < world and local_rank <= rank and local_rank < local_world <= world):
+        found = f"RANK={rank}, WORLD_SIZE={world}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world}"
+        raise UserError(f"{found}: contradict each other; {OF_A_RANK}")
     return rank, world
 
 

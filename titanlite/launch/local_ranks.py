@@ -1,4 +1,4 @@
-"""Ranks of a tool on this machine: processes in one group, on its GPUs where there are enough of them, else on the CPU."""
+"""Starts the ranks of a command on this machine, in one process group: on its GPUs if there are enough of them, else on CPU."""
 
 import datetime
 import logging
@@ -25,7 +25,7 @@ from titanlite.launch.addresses import gloo_fault
 from titanlite.registry.family import location_of
 
 _HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
-_KILLED = "; the system ends a process like this if memory runs out: take a smaller model, batch or mesh"
+_KILLED = "; the system kills a process if memory runs out: use a smaller model, batch or mesh"
 
 
 def on_ranks(
@@ -68,7 +68,7 @@ def _rank(
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
     # gathering whole tensors for a comparison is slow on purpose
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # PyTorch's own warnings, one a rank, would break the table of a tool; whatever they warn of changes what the tool compares
+    # PyTorch's warnings, one per rank, would break the table of a command; the comparison itself shows their effects
     warnings.filterwarnings("ignore", module=r"torch\.")
     store = dist.FileStore(f"{folder}/store", count)
     timeout = datetime.timedelta(seconds=timeout_seconds)

@@ -1,4 +1,4 @@
-"""This process among the others: its rank, device, process group, timeouts, random state, and who logs."""
+"""Sets up a rank: logging, device, process group, timeouts, random state; and functions that all ranks call together."""
 
 import contextlib
 import datetime
@@ -65,18 +65,19 @@ def start(config: Config, identity: Identity) -> torch.device:
     store = _store(rank, world, timeout)
     if world > 1:
         agree(store, rank, world, identity)
-    # No device_id: with it, each dimension of the mesh is split off this group, gloo too, which all ranks meet for through the
-    # store (PyTorch pull request 182057); older versions refuse two backends there (issue 159200). `barrier` does not need it:
-    # in a group with gloo it synchronizes by gloo. NCCL connects at its first collective, within init_timeout_seconds.
+    # No device_id: with it, PyTorch splits each mesh dimension off this group, its gloo part too, and each split waits for all
+    # ranks at the store (PyTorch pull request 182057). Older versions refuse two backends there (issue 159200). `barrier` does
+    # not need it: in a group with gloo it synchronizes by gloo. NCCL connects at its first collective, within
+    # init_timeout_seconds.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     return device
 
 
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
-    """The store where the ranks meet: of torchrun's or our launcher, else of rank 0; a group of one needs no address.
+    """The store of the process group: that of torchrun or our launcher, else of rank 0. A single rank needs no address.
 
-    PyTorch's own env:// waits minutes for a wrong address, and then prints frames of C++.
+    PyTorch's env:// waits minutes for a wrong address, and then prints frames of C++.
     """
     if world == 1:
         return dist.HashStore()
@@ -116,7 +117,7 @@ def longer_than_a_step(comm: Comm, but: dist.ProcessGroup | None = None) -> Iter
 def seed_step(seed: int, step: int, part: int) -> None:
     """Random state of a step, for dropout and the like: a function of seed, step and the rank's part of the batch.
 
-    So nothing about it needs saving, and a resumed run draws what the uninterrupted one would have drawn.
+    So it needs no checkpoint: a resumed run draws what the uninterrupted one would have drawn.
     """
     digest = hashlib.blake2b(f"step {seed}/{step}/{part}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)

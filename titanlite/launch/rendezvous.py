@@ -1,4 +1,4 @@
-"""The meeting of the nodes before every start of the ranks; between starts, whether node 0 is still there.
+"""The rendezvous of the nodes before every start of the ranks; while ranks run, the check that node 0 still answers.
 
 Node 0 listens at RDZV_ENDPOINT. Every launcher, also that of node 0, sends it the same request again and again: one line
 of JSON on a connection of its own, answered by one line. A request joins a round, which is a start of the ranks, and the answer
@@ -43,7 +43,7 @@ _Text = Annotated[str, Field(max_length=1000)]
 
 
 class Request(BaseModel):
-    """What a launcher says of itself."""
+    """What a launcher sends to node 0."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     node: _Number
@@ -57,7 +57,7 @@ class Request(BaseModel):
 
 
 class Answer(BaseModel):
-    """What the meeting knows at a request."""
+    """The answer of node 0 to a request."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     round: _Number  # of the request
@@ -68,8 +68,8 @@ class Answer(BaseModel):
     store: tuple[_Text, _Number]
 
 
-class Meeting(socketserver.ThreadingTCPServer):
-    """On node 0: who has joined which round."""
+class RendezvousServer(socketserver.ThreadingTCPServer):
+    """On node 0: answers the requests of all launchers, and remembers who has joined which round."""
 
     daemon_threads = True
 
@@ -78,15 +78,15 @@ class Meeting(socketserver.ThreadingTCPServer):
         self.members: dict[int, Request] = {}  # node -> its newest request
         self.fault = ""  # ends the start on all nodes
         self.lock = threading.Lock()
-        super().__init__(("", port), _Exchange, bind_and_activate=False)
+        super().__init__(("", port), _Handler, bind_and_activate=False)
         self.socket.close()
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self.socket = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
-        threading.Thread(target=self.serve_forever, daemon=True, name="meeting").start()
+        threading.Thread(target=self.serve_forever, daemon=True, name="rendezvous server").start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that ends early, or another program's, is none of a launcher."""
+        """Ignores connections that end early or come from another program."""
 
     def answer(self, request: Request) -> Answer:
         with self.lock:
@@ -118,9 +118,9 @@ class Meeting(socketserver.ThreadingTCPServer):
         return "" if request.node < self.nodes else f"NODE_RANK={request.node}: NNODES={self.nodes}"
 
 
-class _Exchange(socketserver.StreamRequestHandler):
+class _Handler(socketserver.StreamRequestHandler):
     timeout = _ANSWERED_WITHIN
-    server: Meeting
+    server: RendezvousServer
 
     def handle(self) -> None:
         answer = self.server.answer(Request.model_validate_json(self.rfile.readline(_LINE)))
@@ -128,15 +128,15 @@ class _Exchange(socketserver.StreamRequestHandler):
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """What torch's agent needs to know of the other nodes, `layout.nodes` of them, which may be 1.
+    """The rendezvous of torch's agent, of `layout.nodes` nodes, which may be 1.
 
-    PyTorch's static rendezvous has a fixed number of nodes too; here they meet before every start, each with its own store.
+    Like PyTorch's static rendezvous it has a fixed number of nodes. They meet before every start, which has a store of its own.
     """
 
     def __init__(self, layout: Layout, unreachable: float):
         """unreachable: seconds without an answer of node 0 after which the run ends.
 
-        Raises UserError where this node shall listen, and cannot.
+        Raises UserError if this is node 0 and cannot listen.
         """
         super().__init__(layout.host, layout.port, layout.node, layout.nodes, "titanlite", layout.patience)
         self.layout, self.unreachable = layout, unreachable
@@ -153,10 +153,10 @@ class Rendezvous(StaticTCPRendezvous):
             who=f"process {os.getpid()} on {socket.gethostname()}",
             key=secrets.token_hex(16),
         )
-        self.meeting = None
+        self.server = None
         if layout.nodes > 1 and layout.node == 0:
             try:
-                self.meeting = Meeting(layout.port, layout.nodes)
+                self.server = RendezvousServer(layout.port, layout.nodes)
             except OSError as error:
                 raise UserError(
                     f"RDZV_ENDPOINT={self.endpoint}: node 0 cannot listen at port {layout.port}: {error.strerror}; another "
@@ -182,8 +182,8 @@ class Rendezvous(StaticTCPRendezvous):
         if layout.nodes > 1:
             self.request = self.request.model_copy(update={"round": number, "store": (host, port)})
             if number == 1:
-                threading.Thread(target=self._keep_asking, daemon=True, name="rendezvous").start()
-            host, port = self._meet()
+                threading.Thread(target=self._keep_requesting, daemon=True, name="rendezvous").start()
+            host, port = self._wait_for_round()
         if layout.node > 0:
             try:
                 self.store = join(host, port, _ANSWERED_WITHIN)
@@ -200,21 +200,21 @@ class Rendezvous(StaticTCPRendezvous):
         return int(isinstance(self.answer, Answer) and self.answer.newest > self.request.round)
 
     def shutdown(self) -> bool:
-        """Says that this launcher starts no more ranks. Node 0 answers for long enough that all learn of a fault."""
+        """Announces that this launcher starts no more ranks. Node 0 keeps answering until all nodes can have read a fault."""
         self.request = self.request.model_copy(update={"ended": True})
         if self.layout.nodes > 1 and not self.lost:
             time.sleep(4 * _INTERVAL)
         self.closed = True
-        if self.meeting:
-            self.meeting.shutdown()
-            self.meeting.server_close()
+        if self.server:
+            self.server.shutdown()
+            self.server.server_close()
         return True
 
     def _check(self) -> None:
         if self.lost:
             raise RendezvousConnectionError(self.lost)
 
-    def _meet(self) -> tuple[str, int]:
+    def _wait_for_round(self) -> tuple[str, int]:
         """Waits until the round is complete; -> (host, port) of its store."""
         begun, named, patience = time.monotonic(), False, self.layout.patience
         while True:
@@ -238,18 +238,18 @@ class Rendezvous(StaticTCPRendezvous):
                 print(f"{state}; waiting for RDZV_TIMEOUT={patience} seconds", file=sys.stderr, flush=True)
             time.sleep(0.1)
 
-    def _keep_asking(self) -> None:
+    def _keep_requesting(self) -> None:
         """In a thread: sends the request, and ends the run where node 0 is gone.
 
-        Seconds without an answer are counted, not taken from a clock, so that a suspended launcher does not count. Where the
-        main thread does not end the run, it waits inside of torch for the store of node 0, without limit.
+        The seconds of each attempt are summed, with a limit each: the time of a suspended launcher does not count. If the main
+        thread does not end the run, this thread does: the main thread may wait inside torch, without limit, for node 0's store.
         """
         silent = 0.0
         while not (self.lost or self.closed):
             begun = time.monotonic()
-            self.answer = answer = self._ask()
+            self.answer = answer = self._exchange()
             time.sleep(_INTERVAL)
-            if self.address is None:  # `_meet` waits for node 0
+            if self.address is None:  # `_wait_for_round` waits for node 0
                 continue
             silent = silent + min(time.monotonic() - begun, _ANSWERED_WITHIN + _INTERVAL) if isinstance(answer, str) else 0.0
             if silent > self.unreachable:
@@ -259,7 +259,7 @@ class Rendezvous(StaticTCPRendezvous):
             os.write(sys.stderr.fileno(), f"{self.lost}; the run is over\n".encode())
             os._exit(1)  # the kernel ends the ranks with it
 
-    def _ask(self) -> Answer | str:
+    def _exchange(self) -> Answer | str:
         """The answer of node 0 to the request, or why there is none."""
         address = self.address or (self.layout.host.strip("[]"), self.layout.port)
         try:

@@ -1,10 +1,9 @@
-"""The run directory: the names in it, its lock, and the record of its starts."""
+"""The run directory: the check of its names, its lock, and the record of its starts."""
 
 import contextlib
 import fcntl
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import shutil
@@ -21,11 +20,9 @@ import torch
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, phase
-from titanlite.ground.files import Kept, is_at, tolerated
+from titanlite.ground.files import replace_file
 from titanlite.ground.run_files import COLLECTIVES, CONFIG, INCIDENTS, LOCK, METRICS, PROVENANCE, ROUTING, STACKS, read_starts
 from titanlite.ground.untrusted import Unread, read_bytes
-
-log = logging.getLogger(__name__)
 
 _NAMES = (LOCK, CONFIG, PROVENANCE, METRICS, ROUTING, INCIDENTS, STACKS, COLLECTIVES)
 _OPTIONS = (  # keys that name folders there
@@ -64,7 +61,7 @@ def faults(config: Config) -> Iterator[str]:
             yield f'{key} = "{folder}": must be a folder inside job.dump_folder'
             continue
         if other := next((taken[known] for known in taken if path.is_relative_to(known) or known.is_relative_to(path)), ""):
-            yield f'{key} = "{folder}": is the place of {other}; each must have its own'
+            yield f'{key} = "{folder}": is already used by {other}; each needs a folder of its own'
         elif fault := _unwritable(dump / path):
             yield f'{key} = "{folder}": {fault}'
         taken.setdefault(path, f'{key} = "{folder}"')
@@ -81,7 +78,7 @@ def _unwritable(folder: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------------ the lock
 
 
-def written(config: Config) -> list[Path]:
+def owned_folders(config: Config) -> list[Path]:
     """The folders that one run alone may write: its own, and that of its checkpoints, which may be a link to another disk."""
     dump = Path(config.job.dump_folder)
     return [dump, dump / config.checkpoint.folder] if config.checkpoint.enable else [dump]
@@ -90,51 +87,38 @@ def written(config: Config) -> list[Path]:
 class RunLock:
     """Holds folders until `close`, by an flock of a file in each; that of a killed process is free.
 
-    Of a file, since on NFS the flock of a folder reaches no other node. Whoever removes it lets a second run in, and `keep` of
-    the first one finds out.
+    The lock is on a file because on NFS the flock of a folder does not reach other nodes. Whoever removes the file during a run
+    lets a second run in.
     """
 
     def __init__(self, *folders: Path):
         """Raises UserError if another run is training in one of them, or if it cannot be written. The first: the run folder."""
-        self.run, self.held = folders[0], dict[Path, int]()
+        self._run, self._handles = folders[0], list[int]()
         try:
             for folder in folders:
                 self._take(folder)
+        except UserError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
             raise UserError(f"{folder}: cannot be written: {error}") from None
-        finally:
-            if len(self.held) < len(folders):
-                self.close()
-
-    def keep(self) -> None:
-        """Makes lock files again if somebody has removed them. Raises UserError if another run has come in since."""
-        for folder, handle in [*self.held.items()]:
-            if not is_at(handle, folder / LOCK):
-                log.warning("%s: somebody has removed it; made again, since it keeps a second run out", folder / LOCK)
-                with tolerated(folder / LOCK):
-                    self._take(folder)
-                    os.close(handle)
 
     def close(self) -> None:
-        for handle in self.held.values():
-            os.close(handle)
-        self.held = {}
+        while self._handles:
+            os.close(self._handles.pop())
 
     def _take(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            while not _locked(handle, fcntl.LOCK_EX):
-                if fault := other_run(folder):
-                    raise UserError(fault)
-                time.sleep(0.1)  # a check has it for a moment
-            os.truncate(handle, 0)
-            paths = (os.path.abspath(self.run), os.path.abspath(folder))
-            os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *paths)).encode())
-        except BaseException:
-            os.close(handle)
-            raise
-        self.held[folder] = handle
+        self._handles.append(handle)
+        while not _locked(handle, fcntl.LOCK_EX):
+            if fault := other_run(folder):
+                raise UserError(fault)
+            time.sleep(0.1)  # a check holds it for a moment
+        os.truncate(handle, 0)
+        paths = (os.path.abspath(self._run), os.path.abspath(folder))
+        os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *paths)).encode())
 
 
 def _locked(handle: int, how: int) -> bool:
@@ -147,7 +131,7 @@ def _locked(handle: int, how: int) -> bool:
 
 
 def other_run(folder: Path) -> str:
-    """The fault if another run is training in a folder, with its process; or ""."""
+    """A fault that names the process of another run that is training in a folder; "" where there is none."""
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:  # no run has ever been here
@@ -161,7 +145,7 @@ def other_run(folder: Path) -> str:
 
 
 def _holder(folder: Path) -> list[str]:
-    """What the lock file of a folder says: the process that holds or has held it, its run folder, and the name of this one."""
+    """The lines of a folder's lock file: the process that holds or has held it, its run folder, and the path of this folder."""
     try:
         lines = read_bytes(folder / LOCK, 10_000).decode(errors="replace").splitlines()
     except UserError:
@@ -174,7 +158,7 @@ def _owner(config: Config) -> str:
 
     A copied run has a copy of the lock file, whose owner has another folder; that of a moved run names a folder that is gone.
     """
-    run, *folders = written(config)
+    run, *folders = owned_folders(config)
     for folder in folders:
         _, *locations = _holder(folder)
         with contextlib.suppress(OSError, ValueError):
@@ -188,15 +172,15 @@ def _owner(config: Config) -> str:
 
 
 @phase("recording the start")
-def record_start(config: Config, facts: dict[str, Any]) -> list[Kept]:
-    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`; -> both."""
+def record_start(config: Config, facts: dict[str, Any]) -> None:
+    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`."""
     folder = Path(config.job.dump_folder)
     path = folder / PROVENANCE
     try:
         starts = read_starts(folder)
     except Unread:
         raise
-    except UserError:  # somebody may have edited it: keep it
+    except UserError:  # keep a file that somebody has edited
         shutil.copyfile(path, folder / f"{PROVENANCE}.unreadable")
         starts = []
     starts.append(
@@ -211,8 +195,8 @@ def record_start(config: Config, facts: dict[str, Any]) -> list[Kept]:
             **facts,
         }
     )
-    record = Kept(path, json.dumps(starts, indent=2))
-    return [record, Kept(folder / CONFIG, to_toml(config))]  # last: without provenance.json, `faults` takes it for the user's
+    replace_file(path, json.dumps(starts, indent=2))
+    replace_file(folder / CONFIG, to_toml(config))  # last: without provenance.json, `faults` takes it for a file of the user's
 
 
 def _git_state() -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Where each rank is: for the log when it fails, and its stacks when another rank does.
+"""Reports a rank that fails, and dumps the stacks of the others.
 
 <dump_folder>/stacks/rank-3.txt is written when something goes wrong; later starts append to it. What begins with
 
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from titanlite.ground.files import append, is_at, tolerated
+from titanlite.ground.files import append
 from titanlite.ground.run_files import STACKS
 from titanlite.launch import failure, process
 
@@ -46,24 +46,11 @@ def open_dump(dump_folder: Path, rank: int) -> None:
 
     Call it after rank 0 has the lock of the run directory: the ranks of another run write to the same files.
     """
-    _open(file_of(dump_folder, rank))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # held back by the launcher until here
-
-
-def _open(path: Path) -> None:
     global _dump
-    _dump = open(path, "a", encoding="utf-8", opener=lambda name, _: append(Path(name)))
+    _dump = open(file_of(dump_folder, rank), "a", encoding="utf-8", opener=lambda name, _: append(Path(name)))
     faulthandler.enable(_dump)
     faulthandler.register(signal.SIGQUIT, _dump, all_threads=True, chain=False)
-
-
-def keep() -> None:
-    """Opens the file of `open_dump` again if somebody has removed or replaced it."""
-    if _dump is not None and not is_at(_dump.fileno(), path := Path(_dump.name)):
-        with tolerated(path):
-            before = _dump
-            _open(path)
-            before.close()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # the launcher blocks it until here
 
 
 def close_dump() -> None:
@@ -82,7 +69,7 @@ def close_dump() -> None:
 def report(error: Exception, patience: float = 0.0) -> int:
     """Logs where this rank is and what went wrong; the traceback and the stacks of all threads go to its dump. -> exit code
 
-    patience: seconds until the log line of an error that may be an echo: meanwhile the rank that caused it logs its own.
+    patience: seconds to wait before logging an error that another rank probably caused, so that the cause is logged first.
     """
     dump = (Path(_dump.name), _dump.fileno()) if _dump is not None else None
     echo = _echo(error)
@@ -96,7 +83,7 @@ def report(error: Exception, patience: float = 0.0) -> int:
 
 
 def _echo(error: Exception) -> str:
-    """What an error means that is probably the effect of another rank's failure, a lost connection or a timeout; else "".
+    """Words for an error that another rank probably caused, by a lost connection or a timeout; "" for any other error.
 
     gloo raises a plain RuntimeError for both, and PyTorch's store and NCCL classes derived from it.
     """

@@ -26,12 +26,12 @@ def listen() -> None:
     for request in (*REQUESTS, FROM_LAUNCHER):
         signal.signal(request, _receive)
     os.register_at_fork(after_in_child=_restore_defaults)
-    # The launcher starts its ranks with these signals held back, so that none is lost, or deadly, before this line.
+    # The launcher starts its ranks with these signals blocked: before this line none is lost, and none ends the process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*REQUESTS, FROM_LAUNCHER))
 
 
 def leave_at_once() -> None:
-    """In the launcher, as long as it has no ranks: there is nothing to finish or save."""
+    """In the launcher, while it has no ranks: there is nothing to finish or save."""
     for request in REQUESTS:
         signal.signal(request, lambda *_: os._exit(EXIT_CODE))
 
@@ -55,7 +55,7 @@ def _restore_defaults() -> None:
 class Stop:
     """Whether the ranks stop after this step. All ranks create it together and call `agreed` after every step.
 
-    limit_minutes: job.time_limit_minutes, counted from the start of the command by the monotonic clock, which nobody can set;
+    limit_minutes: job.time_limit_minutes, counted from the start of the command by the monotonic clock, which never jumps;
     0: no limit.
     """
 
@@ -73,8 +73,8 @@ class Stop:
     def agreed(self) -> str | None:
         """Why the ranks stop, at the same step on all of them; else None.
 
-        No rank waits for the others' part in this step: the answer is that to the request of the step before. Raises
-        RuntimeError if another rank did not come to that within the timeout of `process.set_timeout`.
+        The all-reduce of a step is read in the next one, so no rank waits for the others here. Raises RuntimeError if another
+        rank did not join it within the timeout of `process.set_timeout`.
         """
         import torch
         import torch.distributed as dist

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.checkpoint.folder import room_faults
+from titanlite.checkpoint.folder import disk_space_faults
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config, Optimizer
 from titanlite.optim import ema, own
@@ -56,4 +56,4 @@ def faults(config: Config, model: nn.Module) -> Iterator[str]:
     """A disk of this machine that has no room for the checkpoints of a model, which is on the meta device."""
     if config.checkpoint.enable:
         folder = Path(config.job.dump_folder) / config.checkpoint.folder
-        yield from room_faults(folder, checkpoint_bytes(model, config.optimizer), config.checkpoint)
+        yield from disk_space_faults(folder, checkpoint_bytes(model, config.optimizer), config.checkpoint)

@@ -4,7 +4,7 @@ family.py       [model] name and flavor -> the module and its dimensions
 overrides.py    model.overrides
 description.py  the config.json of a folder in Hugging Face's format
 check.py        a check of a configuration: its faults, and the checks that it needs
-limits.py       what a family declares that it cannot do
-own.py          parts of the user's own, by the names in keys
+limits.py       checks of a run against what a family declares that it cannot do
+own.py          code of the user's own that keys name
 source.py       the source code that a model consists of, and what has changed since a checkpoint
 """

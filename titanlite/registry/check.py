@@ -1,4 +1,4 @@
-"""A check of a configuration, and its subject: what is known of a run before any process starts."""
+"""A check of a configuration, and its subject: all that is known about a run before any process starts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

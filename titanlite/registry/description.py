@@ -47,7 +47,7 @@ _Heads = Annotated[int, Field(gt=0, le=2**14)]
 _Experts = Annotated[int, Field(gt=0, le=2**14)]
 _Width = Annotated[int, Field(gt=0, le=2**22)]
 _Vocabulary = Annotated[int, Field(gt=0, le=2**24)]
-_Positive = Annotated[Number, Field(gt=0), bounds.carried(1e-30, 1e30)]
+_Positive = Annotated[Number, Field(gt=0), bounds.in_float32(1e-30, 1e30)]
 _Factors = Annotated[list[_Positive], Field(max_length=2**21)]  # of a head of the largest width
 _UNSET: Any = None  # of a key that may be absent, and not null
 

@@ -1,4 +1,4 @@
-"""What a run must not ask of a family whose file declares in `LIMITS` that it cannot do it."""
+"""Checks a run against `LIMITS`, in which a family's file declares what it cannot do."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def refused_dimensions(limits: Limits, degrees: dict[str, int]) -> dict[str, str
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
-    """Keys of a configuration that ask for what the family declares that it cannot do."""
+    """Keys of a configuration that need what the family declares that it cannot do."""
     name, limits, training = config.model.name, model.limits, config.training
     keys = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}
     degrees = {dimension: getattr(config.parallelism, key) for dimension, key in keys.items()}

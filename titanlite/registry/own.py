@@ -1,4 +1,4 @@
-"""Parts of a run that are the user's own code, which a key names as "package.module:name": found, called with their options.
+"""Finds the user's own code that a key names as "package.module:name", and calls it with its options.
 
 As for a model's module, the user's own configuration or command names what is imported, never a file that a run has written;
 and their source code belongs to the run: checkpoints and provenance.json hold it, a resume compares it.

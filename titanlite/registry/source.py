@@ -32,7 +32,7 @@ def source_of(module: ModuleType) -> ModelSource:
     own, found, waiting = {"models", module.__name__.partition(".")[0]}, {}, [module.__name__]
     while waiting:
         name = waiting.pop()
-        spec = _spec(name) if name not in found and _is_a_models(name, own) else None
+        spec = _spec(name) if name not in found and _belongs_to_model(name, own) else None
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue  # an attribute of a module, a folder without __init__.py, an extension
         text = importlib.util.decode_source(Path(spec.origin).read_bytes())
@@ -48,22 +48,20 @@ def hash_of(text: str) -> str:
         tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(body := getattr(node, "body", None), list):
-                node.body = [each for each in body if not _is_idle(each)]  # type: ignore[attr-defined]  # not every node has one
+                node.body = [each for each in body if not _does_nothing(each)]  # type: ignore[attr-defined]  # not every node has one
         text = ast.dump(tree)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def changed_modules(before: ModelSource, now: ModelSource) -> list[str]:
-    """The modules that differ, or that only one of the two has. Where the hashes differ, the texts decide: another version of
-    Python or of titanlite may have made them."""
-    return [name for name in sorted(before.keys() | now) if name not in before or not _same(before[name], now.get(name))]
+    """The modules that differ, or that only one of the two has. The texts decide, and not the hashes in a checkpoint: another
+    version of Python or of titanlite may have made these."""
+    common = before.keys() & now
+    same = {name for name in common if hash_of(before[name]["text"]) == hash_of(now[name]["text"])}
+    return sorted((before.keys() | now) - same)
 
 
-def _same(then: dict[str, str], now: dict[str, str] | None) -> bool:
-    return now is not None and (then["hash"] == now["hash"] or hash_of(then["text"]) == hash_of(now["text"]))
-
-
-def _is_idle(node: ast.AST) -> bool:
+def _does_nothing(node: ast.AST) -> bool:
     """Whether a statement does nothing: `pass`, or a text such as a docstring."""
     text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return text or isinstance(node, ast.Pass)
@@ -82,14 +80,14 @@ def diff(before: ModelSource, now: ModelSource) -> str:
 def warn_of_changes(checkpoint: Path, before: ModelSource | None, module: ModuleType) -> None:
     """Logs what has changed since a checkpoint was saved. before: of its manifest; None: imported weights have none."""
     if before is not None and (names := changed_modules(before, source_of(module))):
-        what, where = diff(before, source_of(module)), "its manifest.json has the code of then"
+        what, where = diff(before, source_of(module)), "its manifest.json has the code that it was saved with"
         log.warning("%s: the code of the model has changed since: %s; %s\n%s", checkpoint, ", ".join(names), where, what)
 
 
 # ---------------------------------------------------------------------------------------------------------------- modules
 
 
-def _is_a_models(name: str, own: set[str]) -> bool:
+def _belongs_to_model(name: str, own: set[str]) -> bool:
     """Whether a module belongs to the model. own: top-level packages that do, also where they are installed."""
     root = name.partition(".")[0]
     if root in own and root != "torch":  # which an optimizer of PyTorch's names

@@ -1,4 +1,4 @@
-"""The second model of a distilled run: what builds it follows from the run's own configuration."""
+"""The teacher of a distillation run: its configuration follows from that of the run."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from titanlite.registry.family import FROM_ASSETS, family_of, reader_of
 def config_of_teacher(config: Config) -> Config | None:
     """The configuration of `distillation.teacher` on the run's mesh; None where there is no teacher.
 
-    Nothing but the mesh, the precision and the compiler is the student's. Raises UserError for a folder that no family reads.
+    It has the mesh, the precision and the compiler settings of the student, and nothing else. Raises UserError for a folder
+    that no family reads.
     """
     folder, training = config.distillation.teacher, config.training
     if not folder:
