@@ -76,11 +76,12 @@ def train(
     mesh: DeviceMesh,
     device: torch.device,
     started: float,
+    lock: RunLock | None = None,
 ) -> bool:
     """Trains from the newest checkpoint, or from step 0, to `training.steps`; returns whether it was stopped before that.
 
     validation: the data of [validation], or None where that is not enabled.
-    started: time.perf_counter() of the program's start; the first report says how long the start took.
+    started: time.perf_counter() of the program's start; the first report says how long the start took. lock: of rank 0.
     Raises UserError when a loss or gradient stops being finite.
     """
     given, config = config, config.settled(Hardware(device.type == "cuda"))
@@ -115,11 +116,12 @@ def train(
     check_epochs(data, progress.timeline, training.steps)
     if saver:
         clean_up(saves, progress.step)
+    kept = [stacks.keep, *([lock.keep] if lock else [])]
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
         record |= {"own_source": source_of_parts(config, metrics=True), "teacher": digest_of_teacher(config)}
-        record_start(given, record)
+        kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
         part = data_rank(mesh), data_degree(mesh)
@@ -179,6 +181,8 @@ def train(
                 clock.restart()
                 continue
             progress = progress.with_losses(steps, config.metrics.log_freq)
+            for keep in kept:  # what somebody may have removed
+                keep()
         measured: dict[str, float | None] = {}
         if validation and validating:
             with contextlib.nullcontext() if validated else longer_than_a_step():  # the first time compiles
@@ -299,8 +303,7 @@ def main(config: Config | None = None) -> None:
         if note := effects.note(config.idle(Hardware(cuda, world))):
             log.info("%s", note)
         degrees = resolve_degrees(config.parallelism, world)
-        if rank == 0:
-            RunLock(*owned_folders(config))  # until this process ends
+        lock = RunLock(*owned_folders(config)) if rank == 0 else None  # until this process ends
         on_device = config.settled(Hardware(cuda))
         profiling.record_collectives(on_device)
         family = family_of(config.model)
@@ -311,7 +314,7 @@ def main(config: Config | None = None) -> None:
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         data, validation = open_on_every_rank(config, family.config.vocab_size)
         mesh = build_mesh(degrees, device.type)
-        stopped = train(config, data, validation, mesh, device, started)
+        stopped = train(config, data, validation, mesh, device, started, lock)
         dist.destroy_process_group()
         stacks.close_dump()
     except UserError as error:

@@ -147,5 +147,5 @@ def full_run(degrees: dict[str, int], config: Config) -> None:
     """A whole run of the training program on learnable data, with its run directory."""
     mesh = mesh_of(degrees)
     data = learnable_data(config)
-    train(config, data, data if config.validation.enable else None, mesh, CPU, time.perf_counter())
+    train(config, data, data if config.validation.enable else None, mesh, CPU, time.perf_counter(), None)
     dist.barrier()

@@ -49,6 +49,7 @@ def start(*options: str) -> None:
         reporter = Reporter(config, 1, active=True)
         Incidents(config, 8, 1, active=True)
         reporter.report(1, {"loss": 1.0})
+        lock.keep()
         reporter.close()
         stacks.close_dump()
     finally:

@@ -43,5 +43,5 @@ def trajectory(degrees: dict[str, int], config: Config) -> Trajectory | None:
 
 def full_run(degrees: dict[str, int], config: Config, mesh: DeviceMesh | None = None) -> None:
     """A whole run of the training program."""
-    train(config, *opened(config), mesh or mesh_of(degrees), CPU, time.perf_counter())
+    train(config, *opened(config), mesh or mesh_of(degrees), CPU, time.perf_counter(), None)
     dist.barrier()

@@ -54,11 +54,13 @@ def _training(config: Config) -> Iterator[Callable[[int], None]]:
     dump = Path(config.job.dump_folder)
     lock = RunLock(*owned_folders(config))
     stacks.open_dump(dump, 0)
-    record_start(config, {})
+    kept = [stacks.keep, lock.keep, *(file.keep for file in record_start(config, {}))]
     reporter, incidents = Reporter(config, 1, active=True), Incidents(config, 1, 1, active=True)
 
     def report(step: int) -> None:
         incidents.judge([StepRecord(step, step, 50.0 if step % _BAD == 0 else 1.0 + step % 3, 1.0)], None)
+        for keep in kept:
+            keep()
         reporter.report(step, {"loss": float(step)})
 
     try:
@@ -114,6 +116,9 @@ def test_every_later_report_is_there_and_the_run_goes_on(tmp_path, seed):
     assert _lines(dump / "metrics.jsonl") >= {step for step in steps if step > last["metrics.jsonl"]}
     assert _events(dump) >= {step for step in steps if step > last["events"]}
     assert _lines(dump / "incidents.jsonl") >= {step for step in steps if step % _BAD == 0 and step > last["incidents.jsonl"]}
+    assert json.loads((dump / "provenance.json").read_text())[0]["command"]
+    assert 'dump_folder = "' in (dump / "config.toml").read_text()
+    assert "process" in (dump / ".lock").read_text() and "process" in (dump / "checkpoint/.lock").read_text()
 
 
 def test_a_run_that_nobody_disturbs_warns_of_nothing(tmp_path, caplog):

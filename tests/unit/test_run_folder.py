@@ -43,6 +43,25 @@ def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
         assert f"process {os.getpid()} on " in other_run(tmp_path)
 
 
+def test_removing_the_lock_file_lets_no_second_run_in_unnoticed(tmp_path, caplog):
+    with closing(RunLock(tmp_path)) as held:
+        held.keep()
+        assert caplog.text == ""
+        (tmp_path / ".lock").unlink()
+        held.keep()  # as at every report and save
+        assert f"{tmp_path / '.lock'}: somebody has removed it; made again" in caplog.text
+        with pytest.raises(UserError, match=f"process {os.getpid()} on "):
+            RunLock(tmp_path)
+    assert other_run(tmp_path) == ""
+
+
+def test_of_two_runs_that_a_removed_lock_file_has_let_in_the_first_one_ends(tmp_path):
+    with closing(RunLock(tmp_path)) as first:
+        (tmp_path / ".lock").unlink()
+        with closing(RunLock(tmp_path)), pytest.raises(UserError, match="another run is training in it"):
+            first.keep()
+
+
 def test_a_folder_that_cannot_be_written_is_named_and_no_lock_is_left(tmp_path):
     (tmp_path / "checkpoint").write_text("a file")
     with pytest.raises(UserError, match="checkpoint: cannot be written"):

@@ -47,6 +47,27 @@ def is_at(handle: int, path: Path) -> bool:
         return False
 
 
+class Kept:
+    """A text file that a run has written; `keep` writes it again where somebody has removed or replaced it."""
+
+    def __init__(self, path: Path, text: str):
+        self.path, self.text = path, text
+        self._write()
+
+    def keep(self) -> None:
+        if not is_at(self._handle, self.path):
+            log.warning("%s: somebody has removed or replaced it; written again", self.path)
+            with tolerated(self.path):
+                before = self._handle
+                self._write()
+                os.close(before)
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path, self.text)
+        self._handle = hold(self.path)
+
+
 @contextlib.contextmanager
 def tolerated(what: object) -> Iterator[None]:
     """Around what a run writes beside its checkpoints: a full disk is logged, and does not end training."""

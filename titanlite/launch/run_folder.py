@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shutil
@@ -20,9 +21,11 @@ import torch
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, phase
-from titanlite.ground.files import replace_file
+from titanlite.ground.files import Kept, is_at, tolerated
 from titanlite.ground.run_files import COLLECTIVES, CONFIG, INCIDENTS, LOCK, METRICS, PROVENANCE, ROUTING, STACKS, read_starts
 from titanlite.ground.untrusted import Unread, read_bytes
+
+log = logging.getLogger(__name__)
 
 _NAMES = (LOCK, CONFIG, PROVENANCE, METRICS, ROUTING, INCIDENTS, STACKS, COLLECTIVES)
 _OPTIONS = (  # keys that name folders there
@@ -87,38 +90,51 @@ def owned_folders(config: Config) -> list[Path]:
 class RunLock:
     """Holds folders until `close`, by an flock of a file in each; that of a killed process is free.
 
-    The lock is on a file because on NFS the flock of a folder does not reach other nodes. Whoever removes the file during a run
-    lets a second run in.
+    Of a file, since on NFS the flock of a folder reaches no other node. Whoever removes it lets a second run in, and `keep` of
+    the first one finds out.
     """
 
     def __init__(self, *folders: Path):
         """Raises UserError if another run is training in one of them, or if it cannot be written. The first: the run folder."""
-        self._run, self._handles = folders[0], list[int]()
+        self.run, self.held = folders[0], dict[Path, int]()
         try:
             for folder in folders:
                 self._take(folder)
-        except UserError:
-            self.close()
-            raise
         except OSError as error:
-            self.close()
             raise UserError(f"{folder}: cannot be written: {error}") from None
+        finally:
+            if len(self.held) < len(folders):
+                self.close()
+
+    def keep(self) -> None:
+        """Makes lock files again if somebody has removed them. Raises UserError if another run has come in since."""
+        for folder, handle in [*self.held.items()]:
+            if not is_at(handle, folder / LOCK):
+                log.warning("%s: somebody has removed it; made again, since it keeps a second run out", folder / LOCK)
+                with tolerated(folder / LOCK):
+                    self._take(folder)
+                    os.close(handle)
 
     def close(self) -> None:
-        while self._handles:
-            os.close(self._handles.pop())
+        for handle in self.held.values():
+            os.close(handle)
+        self.held = {}
 
     def _take(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        self._handles.append(handle)
-        while not _locked(handle, fcntl.LOCK_EX):
-            if fault := other_run(folder):
-                raise UserError(fault)
-            time.sleep(0.1)  # a check holds it for a moment
-        os.truncate(handle, 0)
-        paths = (os.path.abspath(self._run), os.path.abspath(folder))
-        os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *paths)).encode())
+        try:
+            while not _locked(handle, fcntl.LOCK_EX):
+                if fault := other_run(folder):
+                    raise UserError(fault)
+                time.sleep(0.1)  # a check has it for a moment
+            os.truncate(handle, 0)
+            paths = (os.path.abspath(self.run), os.path.abspath(folder))
+            os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *paths)).encode())
+        except BaseException:
+            os.close(handle)
+            raise
+        self.held[folder] = handle
 
 
 def _locked(handle: int, how: int) -> bool:
@@ -172,8 +188,8 @@ def _owner(config: Config) -> str:
 
 
 @phase("recording the start")
-def record_start(config: Config, facts: dict[str, Any]) -> None:
-    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`."""
+def record_start(config: Config, facts: dict[str, Any]) -> list[Kept]:
+    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`; -> both."""
     folder = Path(config.job.dump_folder)
     path = folder / PROVENANCE
     try:
@@ -195,8 +211,8 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
             **facts,
         }
     )
-    replace_file(path, json.dumps(starts, indent=2))
-    replace_file(folder / CONFIG, to_toml(config))  # last: without provenance.json, `faults` takes it for a file of the user's
+    record = Kept(path, json.dumps(starts, indent=2))
+    return [record, Kept(folder / CONFIG, to_toml(config))]  # last: without provenance.json, `faults` takes it for the user's
 
 
 def _git_state() -> dict[str, str] | None:

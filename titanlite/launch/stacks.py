@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from titanlite.ground.files import append
+from titanlite.ground.files import append, is_at, tolerated
 from titanlite.ground.run_files import STACKS
 from titanlite.launch import failure, process
 
@@ -46,11 +46,24 @@ def open_dump(dump_folder: Path, rank: int) -> None:
 
     Call it after rank 0 has the lock of the run directory: the ranks of another run write to the same files.
     """
+    _open(file_of(dump_folder, rank))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # held back by the launcher until here
+
+
+def _open(path: Path) -> None:
     global _dump
-    _dump = open(file_of(dump_folder, rank), "a", encoding="utf-8", opener=lambda name, _: append(Path(name)))
+    _dump = open(path, "a", encoding="utf-8", opener=lambda name, _: append(Path(name)))
     faulthandler.enable(_dump)
     faulthandler.register(signal.SIGQUIT, _dump, all_threads=True, chain=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # the launcher blocks it until here
+
+
+def keep() -> None:
+    """Opens the file of `open_dump` again if somebody has removed or replaced it."""
+    if _dump is not None and not is_at(_dump.fileno(), path := Path(_dump.name)):
+        with tolerated(path):
+            before = _dump
+            _open(path)
+            before.close()
 
 
 def close_dump() -> None:

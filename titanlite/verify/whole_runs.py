@@ -87,7 +87,7 @@ def _run(config: Config, degrees: dict[str, int], device: torch.device, folder: 
         dump.mkdir(exist_ok=True)
     data = open_random(folder / "documents", config)
     with _dropping() as own:
-        train(config, data, data if config.validation.enable else None, mesh, device, time.perf_counter())
+        train(config, data, data if config.validation.enable else None, mesh, device, time.perf_counter(), None)
     drawn: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(drawn, own)
     dist.barrier()
