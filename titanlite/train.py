@@ -280,9 +280,11 @@ def save_in_hf(saves: Path, step: int, saver: Saver, name: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the program
 
-# Seconds that an error waits which another rank probably reports too: of other ranks than 0, or a lost connection. The launcher
-# ends these ranks once the first one has failed. NCCL's flight recorder writes for several seconds.
-_PATIENCE = 10.0
+# All ranks meet most errors. Rank 0 reports at once, and within this many seconds the launcher ends the other ranks; an error
+# of another rank alone, or a connection lost to a rank that failed, is reported that much later.
+_PATIENCE = 3.0
+# Longer where NCCL's flight recorder is writing: gloo, by which the ranks agree on stopping, times out when NCCL does.
+_RECORDER_PATIENCE = 10.0
 
 
 def main(config: Config | None = None) -> None:
@@ -295,6 +297,7 @@ def main(config: Config | None = None) -> None:
     rank, world = process.rank_and_world()
     if "RANK" in os.environ:
         children.end_with_parent()  # no rank outlives the launcher
+    patience = _PATIENCE
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
@@ -306,6 +309,8 @@ def main(config: Config | None = None) -> None:
         lock = RunLock(*owned_folders(config)) if rank == 0 else None  # until this process ends
         on_device = config.settled(Hardware(cuda))
         profiling.record_collectives(on_device)
+        if on_device.comm.trace_buf_size:
+            patience = _RECORDER_PATIENCE
         family = family_of(config.model)
         sources = source_of(family.module) | source_of_parts(on_device, metrics=True)
         hashes = {name: module["hash"] for name, module in sources.items()} | {"teacher": digest_of_teacher(on_device)}
@@ -324,7 +329,7 @@ def main(config: Config | None = None) -> None:
         log.error("%s", error)
         code = 2
     except Exception as error:
-        code = stacks.report(error, _PATIENCE)
+        code = stacks.report(error, patience)
     else:
         sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)
     sys.stderr.flush()
