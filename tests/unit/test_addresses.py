@@ -14,7 +14,7 @@ from titanlite.launch import addresses, layout, process
 
 @pytest.fixture
 def resolver(monkeypatch):
-    """Pretends that the hostname has these addresses."""
+    """Pretends that the hostname has these addresses, of which this node has all but those of 203.0.113.0/24."""
 
     def pretend(*known: str) -> None:
         def look_up(name: str, *_, **__) -> list[tuple]:
@@ -23,6 +23,7 @@ def resolver(monkeypatch):
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in known]
 
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(addresses, "_can_bind", lambda address: not address.startswith("203.0.113."))
         monkeypatch.setattr(socket, "gethostname", lambda: "node7")
         monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -36,18 +37,18 @@ def resolver(monkeypatch):
     [
         (["127.0.1.1", "10.0.0.7"], "127.0.1.1"),
         (["::1"], "::1"),
-        ([], "no address"),
-        (["10.0.0.7", "127.0.1.1"], ""),
+        (["203.0.113.5"], "no address of this node"),
+        ([], "no address of this node"),
+        (["203.0.113.5", "10.0.0.7", "127.0.1.1"], ""),
         (["fe80::1%eth0"], ""),
     ],
     ids=str,
 )
-def test_the_first_address_of_the_hostname_must_not_be_a_loopback(resolver, known, said):
+def test_the_first_address_that_can_be_bound_must_not_be_a_loopback(resolver, known, said):
     resolver(*known)
     expected = (
-        f"the hostname node7 resolves to {said}, where other nodes cannot reach the ranks of this node; set "
-        "GLOO_SOCKET_IFNAME to the interface that leads to the other nodes (this node has: eth0, ib0), and PET_LOCAL_ADDR to "
-        "its address"
+        f"the hostname node7 resolves to {said}, where other nodes cannot reach its ranks; set GLOO_SOCKET_IFNAME to the "
+        "interface that leads to the other nodes (this node has: eth0, ib0), and PET_LOCAL_ADDR to its address"
     )
     assert addresses.hostname_fault() == (expected if said else "")
 

@@ -67,24 +67,35 @@ def gloo_fault() -> str:
 def hostname_fault() -> str:
     """Why other nodes cannot reach the address at which gloo would listen; or "".
 
-    Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname (ProcessGroupGloo::createDefaultDevice). The
-    /etc/hosts of Debian maps the hostname to 127.0.1.1: the ranks of the other nodes would wait until the timeout. Launchers
-    that meet at a loopback address are all on this node.
+    Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname that it can bind, or at the loopback address
+    (ProcessGroupGloo::createDefaultDevice). The /etc/hosts of Debian maps the hostname to 127.0.1.1. The ranks of
+    the other nodes would wait until the timeout. Launchers that meet at a loopback address are all on this node.
     """
-    host = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
-    if os.environ.get("GLOO_SOCKET_IFNAME") or host in ("localhost", "127.0.0.1", "[::1]"):
+    meeting = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
+    if os.environ.get("GLOO_SOCKET_IFNAME") or meeting in ("localhost", "127.0.0.1", "[::1]"):
         return ""
-    name, address = socket.gethostname(), "no address"
-    with contextlib.suppress(socket.gaierror):
-        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            return ""
+    name, address = socket.gethostname(), ""
+    with contextlib.suppress(socket.gaierror):  # no address
+        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        address = next(filter(_can_bind, addresses), "")
+    if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return ""
     return (
-        f"the hostname {name} resolves to {address}, where other nodes cannot reach the ranks of this node; set "
-        "GLOO_SOCKET_IFNAME to the interface that leads to the other nodes (this node has: "
+        f"the hostname {name} resolves to {address or 'no address of this node'}, where other nodes cannot reach its "
+        "ranks; set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes (this node has: "
         f"{_interfaces(but='lo')}), and PET_LOCAL_ADDR to its address"
     )
 
 
 def _interfaces(but: str = "") -> str:
     return ", ".join(name for _, name in socket.if_nameindex() if name != but) or "none but lo"
+
+
+def _can_bind(address: str) -> bool:
+    """Whether this node has an address."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
