@@ -261,8 +261,6 @@ class Incidents:
         Raises UserError where the run ends.
         """
         rollbacks = self.rollbacks if newest == self.last_target else 0
-        if self.entries and not (self.folder / INCIDENTS).is_file():  # somebody has removed it
-            self._save([])
         decision = decide(steps, self.policy, scale, self.streak, newest, rollbacks)
         self.streak = decision.streak
         spikes = self.spikes.find(steps)

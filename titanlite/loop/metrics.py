@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import resource
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from models.blocks import Flops
 from titanlite.config.schema import Config
 from titanlite.ground.errors import at
-from titanlite.ground.files import append, hold, is_at, replace_file, sync, tolerated
+from titanlite.ground.files import append, replace_file, sync, tolerated
 from titanlite.ground.run_files import METRICS, ROUTING, read_reports
 
 log = logging.getLogger(__name__)
@@ -144,15 +143,14 @@ def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: floa
 
 
 class Reporter:
-    """Writes reports, on one rank. What a full disk does not take is written with a later report, to metrics.jsonl at least.
+    """Writes reports, on one rank. Lines that a full disk refuses are written to metrics.jsonl with a later report.
 
-    A file that somebody has removed or renamed (logrotate) is begun again.
+    A metrics.jsonl that was removed or renamed (logrotate) is begun again.
     """
 
     def __init__(self, config: Config, first_step: int, active: bool):
         """Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint."""
         self.board: Any = None
-        self._events = -1, Path()  # the board's file, as `is_at` takes it
         self._config, self._active, self._path = config, active, Path(config.job.dump_folder) / METRICS
         self._waiting = b""  # for the disk
         self.begin(first_step)
@@ -218,14 +216,11 @@ class Reporter:
         board, self.board = self.board, None
         if board is not None:
             with tolerated("TensorBoard's files"):
-                os.close(self._events[0])
                 board.close()
 
     def _to_board(self, add: Callable[[Any], None], purge_step: int | None = None) -> None:
         """Adds to TensorBoard's files. A failure ends the thread that writes them, and a later report begins another one."""
         cfg = self._config.metrics
-        if self.board is not None and not is_at(*self._events):
-            self._close_board()
         full = self.board is None and self._waiting  # as metrics.jsonl has found
         if not self._active or not cfg.enable_tensorboard or full:
             return
@@ -234,10 +229,8 @@ class Reporter:
             if before is None:
                 from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
 
-                folder, name = Path(self._config.job.dump_folder) / cfg.save_tb_folder, f".{secrets.token_hex(4)}"
-                before = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=name)
-                [path] = folder.glob(f"*{name}")
-                self._events = hold(path), path
+                folder = Path(self._config.job.dump_folder) / cfg.save_tb_folder
+                before = SummaryWriter(str(folder), purge_step=purge_step)
             add(before)
             self.board = before
 
