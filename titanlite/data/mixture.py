@@ -24,7 +24,7 @@ from titanlite.registry.own import is_part
 
 log = logging.getLogger(__name__)
 
-_LOOKED_AT = 2**20  # tokens that are read together, to find a label
+_SEARCHED_AT_ONCE = 2**20  # tokens that are read together, to find a label
 PADDING = -1  # instead of a sample's number: a row of padding
 
 
@@ -153,13 +153,13 @@ class Data:
     def has_labels(self, source: int) -> bool:
         """Whether any sample of a source has a label. Reads samples in a random order until one has: of most sources, one."""
         count, first, size = self.sources[source].samples, 0, 1
-        count = min(count, _LOOKED_AT // self.seq_len + 1) if isinstance(self.sources[source], OwnSource) else count
+        count = min(count, _SEARCHED_AT_ONCE // self.seq_len + 1) if isinstance(self.sources[source], OwnSource) else count
         while not self._all_counted and first < count:
             samples = permute(np.arange(first, min(first + size, count)), count, "labels")
             counted = self.read(np.full(len(samples), source), samples).counted
             if counted is not None and counted[:, 1:].any():
                 return True
-            first, size = first + size, min(2 * size, max(1, _LOOKED_AT // self.seq_len))
+            first, size = first + size, min(2 * size, max(1, _SEARCHED_AT_ONCE // self.seq_len))
         return self._all_counted
 
     def _refuse_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:

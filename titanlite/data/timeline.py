@@ -1,4 +1,4 @@
-"""Which samples each step of a run has: the one account of resumes, changed mixtures and rollbacks.
+"""Which samples each step of a run has, with all resumes, changed mixtures and rollbacks.
 
 A run is a list of segments, which every checkpoint holds. A step follows from its segment; there is no other state of the data:
 
@@ -24,7 +24,7 @@ Mixture = list[tuple[str, int]]  # fingerprint and share of each source, in the 
 
 
 class SourceState(NamedTuple):
-    """How far a source had come where a mixture began. Its fingerprint identifies it: files may move, names may change."""
+    """The position of a source where a mixture began. Its fingerprint identifies it: files may move, names may change."""
 
     fingerprint: str
     order: Count  # names its permutations, together with the seed

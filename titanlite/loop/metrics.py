@@ -24,8 +24,8 @@ from titanlite.ground.run_files import METRICS, ROUTING, read_reports
 log = logging.getLogger(__name__)
 
 # Dense bfloat16 FLOP/s by the driver's name of the device, first match. These are the commonly quoted
-# numbers. They were not compared with the vendors' data sheets; do so before you publish an MFU. A comment has the figure from
-# which a number is derived: it is half of one with sparsity, and one GPU's share of that of a system.
+# numbers. They were not compared with the vendors' data sheets; do so before you publish an MFU. Where a number is derived, the
+# comment has its source: half of a rate with sparsity, or one GPU's share of a system's rate.
 _PEAK_FLOPS = {
     "GB300": 2.5e15,  # NVIDIA GB300 NVL72: 360 PFLOP/s with sparsity, 72 GPUs
     "B300": 2.25e15,  # NVIDIA HGX B300: 36 PFLOP/s with sparsity, 8 GPUs
@@ -42,7 +42,7 @@ _PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
     "A10G": 70e12,
-    "RTX 4090": 165e12,  # products of 16 bits with float32 sums
+    "RTX 4090": 165e12,  # 16-bit matmuls with float32 accumulation
     "MI300X": 1307e12,
 }
 
@@ -149,10 +149,10 @@ class Reporter:
     """
 
     def __init__(self, config: Config, first_step: int, active: bool):
-        """Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint."""
+        """Removes reports of `first_step` and later: an earlier start may have got further than its last checkpoint."""
         self.board: Any = None
         self._config, self._active, self._path = config, active, Path(config.job.dump_folder) / METRICS
-        self._waiting = b""  # for the disk
+        self._waiting = b""  # lines that are not on the disk yet
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:

@@ -58,7 +58,7 @@ _TEACHER = "teacher"  # its files, there
 
 
 class RunIdentity(NamedTuple):
-    """What a run computes, apart from its weights: a checkpoint fits it or not."""
+    """What a run computes, apart from its weights; a checkpoint is compared with it."""
 
     config: Config
     family: Family
@@ -144,7 +144,7 @@ def stream_at(state: str, sample: int, mesh: DeviceMesh) -> Position | None:
 
 
 def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
-    """The same for imported weights. model: the keys of [model] that describe them."""
+    """The numbers of a manifest for imported weights. model: the keys of [model] that describe them."""
     nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}}
     return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
 

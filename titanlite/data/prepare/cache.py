@@ -43,7 +43,7 @@ _SOURCE = 64 * MIB  # of a file of the standard library
 def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path:
     """The folder of token files of a text, from the cache or made now.
 
-    Names, sizes and times of the files tell whether they have changed; contents are not read again at each start.
+    Names, sizes and times of the files show whether they have changed; contents are not read again at each start.
     """
     stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
     template = load_template(assets) if assets else None
