@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -53,11 +52,6 @@ class StepDataset(Dataset[Batch | UserError]):
         ahead = self.cfg.workers * self.cfg.prefetch
         self.latest = torch.full((ahead + 1, 2), -1).share_memory_()
 
-    @cached_property
-    def _notes(self) -> np.ndarray:
-        """`latest`, in the process that reads."""
-        return self.latest.numpy()
-
     def __iter__(self) -> Iterator[Batch | UserError]:
         return map(self.__getitem__, itertools.count())
 
@@ -67,7 +61,7 @@ class StepDataset(Dataset[Batch | UserError]):
         The fault is returned, not raised, since the loader would wrap it in the traceback of a worker process.
         """
         sources, samples = self.located(step)
-        note = self._notes[step % len(self._notes)]
+        note = self.latest[step % len(self.latest)].numpy()
         note[:] = step, -1
         try:
             return to_batch(self.data.read(sources, samples, note[1:]), self.local_batch)
