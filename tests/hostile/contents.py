@@ -214,7 +214,7 @@ def _put_id(folder: Path, source: str, at: int, wrong: int) -> None:
     content = bytearray(path.read_bytes())
     struct.pack_into("<H", content, 2 * at, wrong)
     has_sums = sums_of(path).exists()
-    with BlockWriter(path) as file:
+    with contextlib.closing(BlockWriter(path)) as file:
         file.write(content)
     if not has_sums:
         sums_of(path).unlink()

@@ -326,10 +326,3 @@ def test_slices_of_a_file_are_those_of_a_plain_array_once_all_of_it_is_verified(
     _ = array[BLOCK // 2 : BLOCK // 2 + 1]
     assert array.checked() is array.numbers
     assert isinstance(pickle.loads(pickle.dumps(array)).checked(), Array)
-
-
-def test_a_file_that_could_not_be_completed_has_no_checksums(tmp_path):
-    with pytest.raises(RuntimeError), BlockWriter(tmp_path / "a.bin") as file:
-        file.write(b"half")
-        raise RuntimeError
-    assert not BlockFile(tmp_path / "a.bin", 4).has_sums
