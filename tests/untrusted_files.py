@@ -24,7 +24,7 @@ from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Config, Source
 from titanlite.data.indexed import TokenFile
 from titanlite.data.prepare import documents, encode, prepare
-from titanlite.data.prepare.cache import open_packing, train_tokenizer
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.readers import Bad, describe_location, read, where
 from titanlite.data.sources import open_source
@@ -295,7 +295,7 @@ def _write_tokens(folder: Path) -> None:
     for number in range(3):
         (folder / "text" / f"{number}.txt").write_text(f"text {number} " * 20)
     loaded = describe(train_tokenizer(_WORDS), None, "test")
-    options: dict[str, Any] = {"append_eos": True, "workers": 1, "shard_tokens": 100, "on_error": "fail", "best_fit": 16}
+    options: dict[str, Any] = {"append_eos": True, "workers": 1, "shard_tokens": 100, "on_error": "fail"}
     prepare.prepare([str(folder / "text")], folder / "tokens", loaded, **options)
     losses = [[True] * 5, [False] * 7]
     (folder / "foreign").mkdir()
@@ -306,7 +306,7 @@ def _tokens() -> Any:
     loaded = describe(train_tokenizer(_WORDS), None, "test")
     source = open_source(Source(path="tokens"), "training.dataset_path", loaded, "", 4096)
     lengths = [file.document_lengths().tolist() for file in source.files]
-    return source.fingerprint, lengths, [open_packing(file, "f", 16).rows for file in source.files]
+    return source.fingerprint, lengths
 
 
 def _foreign() -> Any:
@@ -329,7 +329,6 @@ TOKENS = [
     Kind("tokens", "tokens/00000.bin", _write_tokens, _tokens, json=False, text=False, named="00000"),
     Kind("foreign index", "foreign/a.idx", _write_tokens, _foreign, json=False, text=False, named="foreign/a"),
     Kind("foreign losses", "foreign/a.loss", _write_tokens, _foreign, json=False, text=False),
-    Kind("packing", "tokens/00000.best_fit-16.npy", _write_tokens, _tokens, json=False, text=False),
 ]  # fmt: skip
 
 

@@ -95,9 +95,9 @@ def train(
         check_shared(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
     stop, own_code = Stop(config.job.time_limit_minutes), OwnCode(config)
-    with_own = saver.group if saver else None  # a group that keeps its timeout
-    longer_than_a_step = functools.partial(process.longer_than_a_step, config.comm, with_own)
-    process.set_timeout(config.comm.init_timeout_seconds, with_own)
+    group_of_saver = saver.group if saver else None  # a group that keeps its timeout
+    longer_than_a_step = functools.partial(process.longer_than_a_step, config.comm, group_of_saver)
+    process.set_timeout(config.comm.init_timeout_seconds, group_of_saver)
     with clock.phase(0, "building the model"):
         model, optimizer, loss_scale = begin_training(family, config, mesh, device)
     memory.model, memory.optimizer = model, optimizer
@@ -105,7 +105,7 @@ def train(
     load = functools.partial(restore, setting, model, optimizer, loss_scale, saves)
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
-    progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0's counts, which commits
+    progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0 commits checkpoints, with its own
     own_code.call("after_building", model, config)
     facts = derived_values(setting, mesh, model, schedule, progress)
     for name, value in facts.items():
@@ -137,7 +137,7 @@ def train(
     outlook = Outlook(config, device, mesh.size(), global_batch, clock, active=main_rank)
     tokenizer = open_tokenizer(config.model.hf_assets_path, training.add_bos) if config.validation.sample_prompts else None
     clock.add_pause("startup", time.perf_counter() - started)
-    gc.disable()  # otherwise each rank collects at a time of its own, and all others wait for it
+    gc.disable()  # Python would collect at another time on each rank, and the others would wait
     stopping, validated = None, False
     while progress.step < training.steps and not stopping:
         step, sample = progress.step + 1, progress.samples
@@ -181,7 +181,7 @@ def train(
                 clock.restart()
                 continue
             progress = progress.with_losses(steps, config.metrics.log_freq)
-            for keep in kept:  # what somebody may have removed
+            for keep in kept:  # files that may have been removed
                 keep()
         measured: dict[str, float | None] = {}
         if validation and validating:
@@ -212,7 +212,7 @@ def train(
         elif saver:
             saver.poll()
         if step == first:
-            process.set_timeout(config.comm.train_timeout_seconds, with_own)
+            process.set_timeout(config.comm.train_timeout_seconds, group_of_saver)
         if step <= first + 1 or validating:  # graphs of the first step, of warm state, of a pass without gradients
             recompilations.settle()
         elif reporting:
@@ -237,7 +237,7 @@ def train(
 
 
 def finished_already(config: Config, progress: Progress, saves: Path, saver: Saver | None) -> None:
-    """A run that has no step left: says so, and writes the export that a killed run has not written."""
+    """For a run without steps left: logs that, and writes the export if a kill has prevented it."""
     log.info(
         "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to continue, or give another "
         "job.dump_folder to start from step 0",
@@ -257,9 +257,9 @@ def go_back(
     reporter: Reporter,
     saves: Path,
 ) -> Progress:
-    """After a checkpoint was restored: later reports and checkpoints are set aside, and the samples left out are replaced."""
+    """Completes a rollback to a restored checkpoint: removes later reports and checkpoints, and skips the bad samples."""
     float8.measure_weights(model)
-    rollback = incidents.went_back(bad, found_at, restored.step)
+    rollback = incidents.record_rollback(bad, found_at, restored.step)
     clean_up(saves, restored.step)
     reporter.begin(restored.step + 1)
     timeline = restored.timeline.after(restored.step, [rollback])

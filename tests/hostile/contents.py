@@ -61,7 +61,7 @@ _POLICIES = {
     "truncate": ("--training.document_policy", "truncate"),
 }
 _TOKENS = r"tokens/(00000\.|manifest\.json)"
-_FILES = ["00000.bin", "00000.bin.sums", "00000.idx", "00000.idx.sums", "00000.best_fit-16.npy", "00000.best_fit-16.npy.sums"]
+_FILES = ["00000.bin", "00000.bin.sums", "00000.idx", "00000.idx.sums"]
 
 
 # ------------------------------------------------------------------------------------------------------------- the originals
@@ -77,7 +77,7 @@ def _original() -> Path:
     train_tokenizer(_TEXTS).save(str(folder / "assets" / "tokenizer.json"))
     loaded = load_tokenizer(str(folder / "assets"))
     text = str(write_jsonl(folder / "text.jsonl", _TEXTS))
-    options = {"append_eos": True, "workers": 1, "shard_tokens": 10**9, "on_error": "fail", "best_fit": _SEQ_LEN}
+    options = {"append_eos": True, "workers": 1, "shard_tokens": 10**9, "on_error": "fail"}
     with contextlib.redirect_stderr(io.StringIO()):
         prepare([text], folder / "tokens", loaded, **options)  # type: ignore[arg-type]
     (folder / "pair").mkdir()
@@ -160,7 +160,7 @@ def _changes(draw: random.Random, name: str, flips: int) -> Iterator[tuple[str, 
 def _token_folders(draw: random.Random) -> Iterator[Case]:
     for file in [*_FILES, "manifest.json"]:
         for number, (what, change) in enumerate(_changes(draw, f"tokens/{file}", 8)):
-            policy = "best_fit" if "best_fit" in file else list(_POLICIES)[number % len(_POLICIES)]
+            policy = list(_POLICIES)[number % len(_POLICIES)]
             yield Case("contents", f"{file} under {policy}: {what}", _reading("tokens", policy, change), _TOKENS, right=True)
 
 
@@ -204,7 +204,7 @@ def _pairs(draw: random.Random) -> Iterator[Case]:
             for number, policy in enumerate(_POLICIES):
                 at = 2 + number + draw.randrange(8)  # which "truncate" reads, too
                 change = functools.partial(_put_id, source=source, at=at, wrong=wrong)
-                names = rf"{source}/00000\.bin: holds the id {wrong} in sample \d+, at token {at}, and"
+                names = rf"{source}/00000\.bin, sample \d+: holds the id {wrong} at token \d+ of the sample, and"
                 yield Case("contents", f"id {wrong} in {source} under {policy}", _reading(source, policy, change), names)
 
 
@@ -214,7 +214,7 @@ def _put_id(folder: Path, source: str, at: int, wrong: int) -> None:
     content = bytearray(path.read_bytes())
     struct.pack_into("<H", content, 2 * at, wrong)
     has_sums = sums_of(path).exists()
-    with BlockWriter(path) as file:
+    with contextlib.closing(BlockWriter(path)) as file:
         file.write(content)
     if not has_sums:
         sums_of(path).unlink()

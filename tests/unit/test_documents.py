@@ -210,12 +210,12 @@ def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_p
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("c4", "titanlite tokenize --input hub:allenai/c4:en --output data/c4 --tokenizer ASSETS --append-eos"),
-        ("allenai/c4", 'a data set of the Hugging Face hub "hub:allenai/c4"'),
-        ("nowhere", 'the built-in data is called "stdlib"'),
+        ("c4", '"hub:allenai/c4:en" a data set of the Hugging Face hub'),
+        ("openai/gsm8k", '"hub:openai/gsm8k" a data set of the Hugging Face hub'),
+        ("nowhere", '"stdlib" is the built-in data'),
     ],
 )
-def test_a_data_set_by_name_is_refused_with_the_command_that_makes_it(name, words):
+def test_a_name_that_is_no_file_is_refused_with_what_it_may_stand_for(name, words):
     with pytest.raises(UserError, match=f'training.dataset = "{name}": no such file or folder') as error:
         list_inputs([name], "training.dataset =")
     assert words in str(error.value)

@@ -100,11 +100,11 @@ def test_a_rollback_leads_to_the_batch_after_the_bad_one_and_the_count_ends_with
     for attempt in (1, 2, 3):
         step = incidents.judge(good(5, 6) + bad(7) + good(8), 4)
         assert step.number == 7
-        assert incidents.went_back(step, 8, 4) == Rollback(found_at=8, to_step=4, next_sample=56)
+        assert incidents.record_rollback(step, 8, 4) == Rollback(found_at=8, to_step=4, next_sample=56)
         last = read_entries(tmp_path / INCIDENTS)[-1]
         keys = ("kind", "step", "attempt", "to_step", "found_at", "next_sample")
         assert [last[key] for key in keys] == ["rollback", 7, attempt, 4, 8, 56]
-    incidents.went_back(incidents.judge(bad(9), 8), 9, 8)
+    incidents.record_rollback(incidents.judge(bad(9), 8), 9, 8)
     assert incidents.judge(bad(9), 8) is not None
 
 
@@ -125,7 +125,7 @@ def test_a_start_keeps_what_earlier_ones_wrote_and_marks_what_it_repeats(tmp_pat
 
 def test_a_rollback_counts_for_a_start_from_a_later_checkpoint_only(tmp_path):
     incidents = incidents_of(tmp_path, "rollback")
-    rollback = incidents.went_back(incidents.judge(bad(12), 10), 14, 10)
+    rollback = incidents.record_rollback(incidents.judge(bad(12), 10), 14, 10)
     assert rollbacks(read_entries(tmp_path / INCIDENTS)) == [rollback]
     for first_step, counts in ((21, True), (12, True), (11, False), (6, False)):
         incidents_of(tmp_path, "rollback", first_step)

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from tests.token_files import write_file
-from titanlite.data.blocks import sums_of
 from titanlite.data.prepare import cache as packed_once
 from titanlite.data.prepare.cache import open_packing
-from titanlite.data.prepare.packing import best_fit, pack_file
-from titanlite.ground.errors import UserError
+from titanlite.data.prepare.packing import best_fit
 from titanlite.ground.files import cache_folder
 
 _SEEDS = range(6)
@@ -77,26 +75,6 @@ def test_rows_of_other_content_or_of_another_file_are_packed_again(tmp_path):
     for name, fingerprint, lengths in prints:
         rows = _rows(open_packing(write_file(tmp_path / name, [[1] * n for n in lengths]), fingerprint, 8))
         assert sorted(length for row in rows for _, length in row) == sorted(lengths)
-
-
-def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
-    file = write_file(tmp_path / "a.b", [[1] * 5, [1] * 4, [1] * 3])
-    pack_file(file.prefix, 8, tmp_path / "a.b.best_fit-8.npy")
-    monkeypatch.setattr(packed_once, "pack_file", None)
-    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
-
-
-@pytest.mark.parametrize("fault", ["of the file as it was", "without checksums"])
-def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp_path, fault):
-    file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
-    beside = tmp_path / "a.best_fit-8.npy"
-    pack_file(file.prefix, 8, beside)
-    if fault == "without checksums":
-        sums_of(beside).unlink()
-    else:
-        file = write_file(tmp_path / "a", [[1] * 5, [1] * 5])
-    with pytest.raises(UserError, match=r"best_fit-8\.npy"):
-        open_packing(file, "f", 8)
 
 
 def test_damaged_rows_in_the_cache_are_packed_again(tmp_path):

@@ -235,7 +235,6 @@ def test_another_command_is_refused_with_what_differs_and_the_remedy(tmp_path, t
         ({"append_eos": False}, "end of text was "),
         ({"text_key": "body"}, "text key was text, is body"),
         ({"shard_tokens": 7}, "tokens of a shard was 1000000000, is 7"),
-        ({"best_fit": 7}, "best fit was None, is 7"),
         ({"chat": _Template()}, "chat template was None, is "),
         ({"tokenizer": other}, "tokenizer was "),
     ):

@@ -3,7 +3,6 @@
 Nothing here has state. Which samples a step has follows from the timeline of the run, which is all that a checkpoint keeps.
 """
 
-import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from titanlite.registry.own import is_part
 
 log = logging.getLogger(__name__)
 
-_LOOKED_AT = 2**20  # tokens that are read together, to find a label
+_SEARCHED_AT_ONCE = 2**20  # tokens that are read together, to find a label
 PADDING = -1  # instead of a sample's number: a row of padding
 
 
@@ -125,7 +124,7 @@ class Data:
         """Samples of some sources, (n,) each, as n rows; a row of PADDING has no labels.
 
         note: (1,) int64, receives the number of each row before it is read.
-        Raises UserError for an id that is not in the vocabulary, and for a damaged or truncated file.
+        Raises UserError for an id that is not in the vocabulary, and for a damaged file.
         """
         numbers = samples.tolist()  # Python numbers and lists: a NumPy call costs as much as copying a short row
         shape = len(numbers), self.seq_len + 1
@@ -134,7 +133,6 @@ class Data:
             None if self._all_counted and PADDING not in numbers else np.empty(shape, bool),
             np.empty((len(numbers), self.seq_len), np.int32) if self.mask else None,
         )
-        checked: set[int] = set()
         for at, (source, sample) in enumerate(zip(sources.tolist(), numbers, strict=True)):
             if note is not None:
                 note[0] = at
@@ -146,10 +144,6 @@ class Data:
                 fill(arrays, at, *held.read(sample))
                 continue
             rows, row = held.locate(sample)
-            if id(rows) not in checked:
-                checked.add(id(rows))
-                for stored in rows.stored:
-                    stored.check_size()
             ids, loss = rows.file.ids.checked(), None if rows.file.loss is None else rows.file.loss.checked()
             fill(arrays, at, rows.pieces(row), ids, loss)
         if arrays.tokens.view(np.uint64).max() >= self._vocabulary:  # as unsigned numbers, negative ids are the largest
@@ -159,26 +153,22 @@ class Data:
     def has_labels(self, source: int) -> bool:
         """Whether any sample of a source has a label. Reads samples in a random order until one has: of most sources, one."""
         count, first, size = self.sources[source].samples, 0, 1
-        count = min(count, _LOOKED_AT // self.seq_len + 1) if isinstance(self.sources[source], OwnSource) else count
+        count = min(count, _SEARCHED_AT_ONCE // self.seq_len + 1) if isinstance(self.sources[source], OwnSource) else count
         while not self._all_counted and first < count:
             samples = permute(np.arange(first, min(first + size, count)), count, "labels")
             counted = self.read(np.full(len(samples), source), samples).counted
             if counted is not None and counted[:, 1:].any():
                 return True
-            first, size = first + size, min(2 * size, max(1, _LOOKED_AT // self.seq_len))
+            first, size = first + size, min(2 * size, max(1, _SEARCHED_AT_ONCE // self.seq_len))
         return self._all_counted
 
     def _refuse_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
         """Raises UserError for the first id that is not in the vocabulary."""
         at, position = (int(indices[0]) for indices in np.nonzero((tokens < 0) | (tokens >= self._vocabulary)))
         source = self.sources[sources[at]]
-        assert isinstance(source, TokenSource)  # rows of others are checked one by one
-        rows, row = source.locate(int(samples[at]))
-        held = itertools.chain.from_iterable(range(first, first + length) for first, length in rows.pieces(row))
         raise UserError(
-            f"{rows.file.prefix}.bin: holds the id {tokens[at, position]} in sample {row}, at token "
-            f"{next(itertools.islice(held, position, None)):,}, and the model's vocabulary is {self._vocabulary}: made with "
-            "another tokenizer?"
+            f"{source.where(int(samples[at]))}: holds the id {tokens[at, position]} at token {position} of the sample, and the "
+            f"model's vocabulary is {self._vocabulary}: made with another tokenizer?"
         )
 
 

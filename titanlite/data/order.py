@@ -88,7 +88,7 @@ def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser; uint64 arithmetic wraps."""
+    """splitmix64's finalizer; uint64 arithmetic wraps."""
     z = (z ^ (z >> np.uint64(30))) * _M1
     z = (z ^ (z >> np.uint64(27))) * _M2
     return z ^ (z >> np.uint64(31))

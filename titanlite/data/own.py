@@ -1,6 +1,6 @@
-"""Data of the user's own, which a key names as "package.module:name": what makes the rows of a batch instead of token files.
+"""Data of the user's own, which a key names as "package.module:name": it makes the rows of a batch in place of token files.
 
-interfaces.py has the protocols: a map, whose sample i is a function of i, and a stream, which goes on from a state.
+interfaces.py has the protocols: a map, whose sample i is a function of i, and a stream, which continues from a state.
 """
 
 import contextlib
@@ -118,9 +118,9 @@ class OwnSource:
         return self.checked(answer, sample)
 
     def checked(self, answer: Any, sample: int) -> Row:
-        """What a map or a stream has returned, as a row. Raises UserError for what is none."""
+        """What a map or a stream has returned, as a row. Raises UserError for anything else."""
         what = f"{self.what(sample)} gives"
-        with self.failing(f"{what} what is no row"):
+        with self.failing(f"{what} no valid row"):
             parts = answer if isinstance(answer, tuple) else (answer,)
             ids, loss, ends = (*parts, None, None)[: max(3, len(parts))]
             ids, loss = np.asarray(ids), loss if loss is None else np.asarray(loss)
@@ -162,11 +162,11 @@ class OpenStream:
     """A stream that is being read."""
 
     def __init__(self, source: OwnSource, rank: int, degree: int, count: torch.Tensor, state: Any = None):
-        """count: (1,) int64, the rows read so far. state: that it goes on from; None: its beginning. Raises UserError."""
+        """count: (1,) int64, the rows read so far. state: to continue from; None: its beginning. Raises UserError."""
         self._source, self._count, self._most = source, count, _STATES // degree
         self._part = source.make(rank=rank, degree=degree)
         if state is not None:
-            with source.failing("cannot go on from its state"):
+            with source.failing("cannot continue from its state"):
                 (getattr(self._part, "load_state_dict", None) or self._part.reset)(state)  # a node of torchdata has the latter
         with source.failing("cannot be iterated"):
             self._rows = iter(self._part)
@@ -177,7 +177,7 @@ class OpenStream:
         with self._source.failing(f"{self._source.what(number)} fails"):
             answer = next(self._rows, self)
         if answer is self:
-            raise self._source.fault(f"ends after {number} rows of this start; must go on until training.steps, has no epochs")
+            raise self._source.fault(f"ends after {number} rows of this start; must last until training.steps, has no epochs")
         self._count += 1
         return self._source.checked(answer, number)
 
@@ -252,4 +252,4 @@ def _check_resumes(own: OwnSource) -> None:
     after = OpenStream(own, 0, 1, torch.ones(1, dtype=torch.int64), json.loads(parts.state()))
     if [whole.next().digest() for _ in range(2)] != [after.next().digest() for _ in range(2)]:
         why = "state_dict() must hold the position after the last row (advance before yield), and generators be seeded"
-        raise own.fault(f"goes on from its state with other rows than without interruption: {why}")
+        raise own.fault(f"continues from its state with other rows than without interruption: {why}")

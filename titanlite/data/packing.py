@@ -6,7 +6,7 @@ import numpy as np
 
 from titanlite.data.blocks import Array, BlockFile
 from titanlite.data.indexed import TokenFile
-from titanlite.ground.untrusted import reading, size_of
+from titanlite.ground.untrusted import size_of
 
 _HEADER = 5  # numbers before the tables
 
@@ -15,18 +15,12 @@ class Packing:
     """The rows of one token file: the pieces of documents in each, in order."""
 
     def __init__(self, path: Path, file: TokenFile):
-        """path: what `pack_file` wrote for `file`. Raises ValueError for anything else, or UserError."""
-        self.path = path
-        self.stored = BlockFile(path, size_of(path))  # which refuses a FIFO, where numpy would wait
-        if not self.stored.has_sums:
-            raise ValueError("it has no checksums")
-        self.stored.verify(0, 1)
-        try:
-            with reading(path):
-                mapped = np.load(path, mmap_mode="r")
-        except EOFError as error:
-            raise ValueError(error) from None
-        self._table = table = Array(self.stored, mapped.dtype, mapped.offset, mapped.size)
+        """path: what `pack_file` wrote for `file`. Raises ValueError, EOFError or UserError for anything else."""
+        stored = BlockFile(path, size_of(path))
+        stored.require_sums()
+        stored.verify(0, 1)
+        mapped = np.load(path, mmap_mode="r")
+        self._table = table = Array(stored, mapped.dtype, mapped.offset, mapped.size)
         tokens, documents, self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])
         if len(table) != _HEADER + self.rows + 1 + 2 * self._pieces:
             raise ValueError(f"{len(table)} numbers, {self.rows} rows and {self._pieces} pieces")

@@ -178,7 +178,7 @@ def _open_files(
 
 
 def _check_beginning(path: Path, beginning: tuple[int, ...], loaded: LoadedTokenizer) -> None:
-    """Raises UserError for token files whose texts begin otherwise than training.add_bos, or without it the tokenizer, says."""
+    """Raises UserError for token files whose texts begin with other ids than those of this run."""
     if beginning != loaded.beginning:
         theirs, ours = loaded.spelled(beginning), loaded.spelled(loaded.beginning)
         remedy = f"set training.add_bos = {json.dumps(bool(beginning))}, or tokenize the text again"
@@ -188,7 +188,7 @@ def _check_beginning(path: Path, beginning: tuple[int, ...], loaded: LoadedToken
 def _foreign_beginning(file: TokenFile, loaded: LoadedTokenizer) -> tuple[int, ...]:
     """The beginning-of-text ids of another tool's file, by its first document.
 
-    Nothing is known of an empty file, nor where the same id also ends documents: then the configuration is believed.
+    An empty file says nothing, nor one whose documents end with the same id: they count as those of the configuration.
     """
     if not file.tokens or loaded.bos in ((), (loaded.end_of_text,)):
         return loaded.beginning

@@ -83,7 +83,7 @@ def _checked(values: Tensor, scales: Tensor, entry: Entry) -> Tensor:
 
 @dataclass(frozen=True)
 class PartOf(Entry):
-    """What of a tensor is a parameter of ours. A slice is one of the parameter; the rest is that of the whole tensor."""
+    """The part of a tensor that is a parameter of ours. A slice is one of the parameter; all else is of the whole."""
 
     whole: Entry
     part: TensorPart
@@ -93,7 +93,7 @@ class PartOf(Entry):
 
 
 def part_of(entry: Entry, part: TensorPart) -> Entry:
-    """What of a tensor is a parameter of ours, which may be all."""
+    """The part of a tensor that is a parameter of ours, which may be all of it."""
     return entry if part == TensorPart(entry.name) else PartOf(entry.file, entry.name, entry.shape, entry.dtype, entry, part)
 
 

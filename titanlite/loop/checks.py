@@ -1,7 +1,6 @@
-"""The check of a configuration: every part of titanlite has its faults beside it, and here they are listed.
+"""Checks a configuration. Each part of titanlite defines its own faults; this file lists all checks and runs them.
 
-All faults are found before any process starts, and reported together. A check whose needs were refused does not run: its faults
-come to light once those are corrected.
+All faults are found before any process starts, and reported together. A check runs only where those that it needs have passed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +43,7 @@ def _flops(subject: Subject) -> Iterable[str]:
 
 
 def _misfits(subject: Subject) -> Iterator[str]:
-    """Overrides that are dimensions each, and no model together, such as 6 heads with 4 key-value heads."""
+    """Overrides that are valid one by one, but do not fit together, such as 6 heads with 4 key-value heads."""
     if not subject.config.model.overrides:
         return
     try:
@@ -75,7 +74,7 @@ CHECKS = (
     Check("flops", of_module(_flops), ("family",)),
     Check("limits", lambda s: limits.faults(s.config, s.model), ("model",)),
     *(Check(step.name, step.faults, step.needs) for step in STEPS),
-    Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # whose faults it would repeat
+    Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # it would repeat their faults
     Check("Hugging Face", lambda s: hf_folder.faults(s.config, s.family), ("run folder", "model")),
     Check("loss", lambda s: loss.faults(s.config, s.model), ("model",)),
     Check("distillation", of_module(distillation.faults), ("mesh", "limits", "context", "experts", "sharding")),

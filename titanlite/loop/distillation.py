@@ -1,6 +1,7 @@
-"""Distillation: a frozen teacher, sharded like the model that is trained, whose logits the loss of each token gets.
+"""Distillation from a frozen teacher, which is sharded like the student. The loss of each token gets the teacher's logits.
 
-The teacher's last hidden states exist whole; the logits of both models for one chunk of tokens at a time (models/head.py).
+The teacher's last hidden states are kept for a whole microbatch. The logits of both models exist for one chunk of tokens at a
+time (models/head.py).
 """
 
 import functools
@@ -34,7 +35,7 @@ from titanlite.transforms.meta import on_meta
 
 
 class Teacher(NamedTuple):
-    """The second model. A tuple, so that its parameters are none of the student's."""
+    """The teacher. It is a tuple, so that torch does not register its parameters with the student."""
 
     model: Decoder
 
@@ -47,7 +48,7 @@ class Teacher(NamedTuple):
 
     @contextmanager
     def outputs(self, hidden: Tensor) -> Iterator[Callable[[], Outputs]]:
-        """What makes of these states what the student's head needs; parameters that it gathers are freed in the end."""
+        """A function that computes the teacher's outputs for these states; its gathered parameters are freed at the end."""
         from torch.distributed.fsdp import FSDPModule  # not at the top: a check needs no FSDP
 
         head = self.model.head
@@ -64,14 +65,14 @@ class Teacher(NamedTuple):
 
 
 def build_teacher(config: Config, mesh: DeviceMesh, device: torch.device) -> Teacher | None:
-    """The teacher of a run on the meta device, parallelized; None where there is none."""
+    """The teacher of a run on the meta device, parallelized; None without a teacher."""
     if (cfg := config_of_teacher(config)) is None:
         return None
     return Teacher(parallelize(family_of(cfg.model), cfg, mesh, device).requires_grad_(False))
 
 
 def load_teacher(config: Config, mesh: DeviceMesh, device: torch.device) -> Teacher | None:
-    """The same with its weights; all ranks together. Raises UserError for a damaged folder."""
+    """The teacher with its weights; all ranks together. Raises UserError for a damaged folder."""
     teacher, cfg = build_teacher(config, mesh, device), config_of_teacher(config)
     if teacher is None or cfg is None:
         return None

@@ -1,7 +1,7 @@
 """Divergence: losses and gradient norms that are not finite, and losses that spike.
 
-A step's loss and norm stay on the device until the loop next waits for it, at a report or a checkpoint. All ranks then judge
-every step since the last reading, in order. Incidents go to the log and, one JSON object a line, to incidents.jsonl in the run
+A step's loss and norm stay on the device until the next host sync, at a report or a checkpoint. All ranks then judge every step
+since the last reading, in order. Incidents go to the log and, one JSON object a line, to incidents.jsonl in the run
 directory. `titanlite replay` repeats such a step.
 """
 
@@ -101,9 +101,8 @@ class Steps:
 class Decision(NamedTuple):
     """What to do about the steps of one reading."""
 
-    bad: list[
-        StepRecord
-    ]  # under "skip" all of them, else the first: it may have caused the later ones. "stop" is about the last
+    # under "skip" all of them, else the first, which may have caused the later ones; "stop" is about the last
+    bad: list[StepRecord]
     action: str  # "": none was bad; "stop", "skip" or "rollback"
     reason: str  # why the run stops, unless `training.on_nonfinite` is the reason
     streak: int  # steps in a row that were not finite, up to the last one
@@ -127,7 +126,7 @@ def decide(
     once, a number that differs in a resumed run.
     """
     bad = [step for step in steps if is_bad(step, scale is not None)]
-    last, reason, streak = _hopeless(steps, policy, scale, streak)
+    last, reason, streak = _persistent(steps, policy, scale, streak)
     if last is not None and (policy == "skip" or not bad or last.number <= bad[0].number):
         before = [step for step in bad if step.number < last.number]
         return Decision([*before, last], "stop", reason, streak)
@@ -141,10 +140,10 @@ def decide(
     return Decision(bad if policy == "skip" else bad[:1], "stop" if reason else policy, reason, streak)
 
 
-def _hopeless(steps: list[StepRecord], policy: str, scale: float | None, streak: int) -> tuple[StepRecord | None, str, int]:
+def _persistent(steps: list[StepRecord], policy: str, scale: float | None, streak: int) -> tuple[StepRecord | None, str, int]:
     """(the step that shows that skipping does not help, why, steps in a row that were not finite up to the last one).
 
-    With a loss scale, steps are skipped under every policy: the loss may be finite for ever beside gradients that never are.
+    With a loss scale, steps are skipped under every policy: the loss may stay finite while no gradient is.
     """
     most = _OVERFLOWS_IN_A_ROW if scale is not None else _SKIPS_IN_A_ROW if policy == "skip" else math.inf
     found, reason = None, ""
@@ -155,7 +154,7 @@ def _hopeless(steps: list[StepRecord], policy: str, scale: float | None, streak:
             reason = f"{streak} steps in a row were not finite, so the weights are the cause, not the batches"
     overflowed = [step for step in steps if is_bad(step, scaled=False)]
     if found is None and overflowed and scale is not None and scale < LEAST:
-        found, reason = overflowed[-1], f"gradients overflow with a loss scale of {scale:g}, which leaves float16 no digits"
+        found, reason = overflowed[-1], f"gradients overflow with a loss scale of {scale:g}, below float16's normal range"
     if reason:
         reason += "; checkpoint.load_step goes back to earlier weights"
     if reason and scale is not None:
@@ -211,7 +210,7 @@ def rollbacks(entries: Iterable[dict[str, Any]]) -> list[Rollback]:
 
 
 def faults(config: Config) -> Iterator[str]:
-    """The reports and incidents of earlier starts, which a run continues, where they cannot be read."""
+    """Reports and incidents of earlier starts that cannot be read; a run continues their files."""
     folder = Path(config.job.dump_folder)
     if not folder.is_dir():  # a new run, or a fault of the run folder
         return
@@ -261,15 +260,13 @@ class Incidents:
         Raises UserError where the run ends.
         """
         rollbacks = self.rollbacks if newest == self.last_target else 0
-        if self.entries and not (self.folder / INCIDENTS).is_file():  # somebody has removed it
-            self._save([])
         decision = decide(steps, self.policy, scale, self.streak, newest, rollbacks)
         self.streak = decision.streak
         spikes = self.spikes.find(steps)
         if not decision.bad and not spikes:
             return None
         entries = [self._entry("spike", step, "reported", f"a spike, {height}") for step, height in spikes]
-        entries += [self._entry("nonfinite", step, *self._fate(decision, step)) for step in decision.bad]
+        entries += [self._entry("nonfinite", step, *self._action_on(decision, step)) for step in decision.bad]
         entries.sort(key=lambda entry: entry["step"])
         self._save(entries)
         for entry in entries:
@@ -284,7 +281,7 @@ class Incidents:
             raise UserError(f"{self._text(step)}: training has diverged; {why}. {self._hint(step.number)}")
         return decision.bad[0] if decision.action == "rollback" else None
 
-    def went_back(self, bad: StepRecord, found_at: int, to_step: int) -> Rollback:
+    def record_rollback(self, bad: StepRecord, found_at: int, to_step: int) -> Rollback:
         """Records a rollback from step `found_at` to the checkpoint of step `to_step`: the batch after the bad one is next."""
         self.rollbacks = self.rollbacks + 1 if to_step == self.last_target else 1
         self.last_target, self.streak = to_step, 0
@@ -294,7 +291,7 @@ class Incidents:
         self._save([entry | rollback._asdict()])
         return rollback
 
-    def _fate(self, decision: Decision, step: StepRecord) -> tuple[str, str]:
+    def _action_on(self, decision: Decision, step: StepRecord) -> tuple[str, str]:
         """(action, phrase) of a bad step."""
         if self.policy != "skip":
             return decision.action, "the run stops" if decision.action == "stop" else "the run rolls back"

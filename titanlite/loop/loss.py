@@ -2,7 +2,7 @@
 
 A step's loss is the sum of the cross entropies of all its labels, over all ranks and microbatches, divided by their number, so
 that neither the mesh nor accumulation changes it. With training.predict_further, the mean loss of each further depth over its
-own labels comes on top, times predict_further_weight / predict_further.
+own labels is added, times predict_further_weight / predict_further.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ _PROBED = 3  # tokens for which a check calls a loss of the user's own
 
 
 class StepLoss(NamedTuple):
-    """What a rank knows of a step's loss, on its device."""
+    """A rank's share of a step's loss, on its device."""
 
     share: Tensor  # () float32; the shares of all data-parallel ranks sum to the loss
     labels: Tensor | None  # () float32, the labels of the global batch; None: every token is one
@@ -49,7 +49,7 @@ def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
 
 
 def count_further(batch: Batch, mesh: DeviceMesh, depths: int) -> Tensor:
-    """The same for each of so many further depths, (depths,) float32."""
+    """The number of labels of each further depth, (depths,) float32."""
     counts = [(batch.further(depth)[1] != IGNORE).sum() for depth in range(1, depths + 1)]
     return sum_over(DATA_DIMENSIONS, torch.stack(counts), mesh).float()
 
@@ -57,7 +57,7 @@ def count_further(batch: Batch, mesh: DeviceMesh, depths: int) -> Tensor:
 def summed_loss(model: Decoder, batch: Batch) -> Tensor:
     """Sum of the cross entropies of one microbatch, (batch, seq) labels; () float32. Of split sequences, this rank's part."""
     assert model.head is not None, "a pipeline stage without head has no loss"
-    inputs, labels, seq = part = arranged(model, batch)
+    inputs, labels, seq = part = to_microbatch(model, batch)
     if model.teacher is None or not torch.is_grad_enabled():
         return model.head(model(inputs, seq), labels)
     known = model.teacher.read(part)  # first, while no activations are kept
@@ -70,7 +70,7 @@ def summed_loss_with_further(model: Decoder, batch: Batch) -> tuple[Tensor, Tens
     """`summed_loss` of one microbatch, and the same of each further depth for its own labels, (depths,) float32."""
     assert model.head is not None
     depths = further_of(model)
-    inputs, labels, seq = arranged(model, batch)
+    inputs, labels, seq = to_microbatch(model, batch)
     hidden, args, kwargs = run_with_arguments(model, inputs, seq)
     # shifted before the sequence is split, whose neighbors other ranks have
     parts = [
@@ -89,15 +89,15 @@ def summed_loss_with_further(model: Decoder, batch: Batch) -> tuple[Tensor, Tens
 def summed_losses(model: Decoder, batches: Sequence[Batch]) -> Tensor:
     """`summed_loss` of each microbatch of a step, (microbatches,) float32, without gradients; 0 on ranks without the head."""
     if model.pipeline is not None:
-        return model.pipeline.evaluate([arranged(model, batch) for batch in batches])
+        return model.pipeline.evaluate([to_microbatch(model, batch) for batch in batches])
     return torch.stack([summed_loss(model, batch) for batch in batches])
 
 
-def arranged(model: Decoder, batch: Batch) -> Microbatch:
+def to_microbatch(model: Decoder, batch: Batch) -> Microbatch:
     """What a forward pass of a microbatch needs; of split sequences, this rank's part."""
     inputs, labels = batch.inputs(), batch.labels()
     seq = sequence_of(inputs, batch.documents)
-    if model.context is not None:  # only now: a label, a position, a document follow from the tokens around
+    if model.context is not None:  # last: labels, positions and documents depend on neighboring tokens
         split = split_sequence(*model.context, inputs.shape[1], inputs.device)
         inputs, labels, positions = (whole[:, split.positions] for whole in (inputs, labels, seq.positions))
         seq = seq._replace(positions=positions, split=split)
@@ -117,7 +117,7 @@ _FURTHER = "training.predict_further > 0"
 _CONFLICTS: tuple[Conflict, ...] = (
     (_FURTHER, "parallelism.pipeline_parallel_degree > 1", "no stage has the embedding and the head; set one of them back"),
     (_FURTHER, "lora.enable = true", "further depths begin random, and LoRA trains adapters alone; set one of them back"),
-    (_FURTHER, "distillation.teacher is set", "a teacher says nothing of later tokens; set one of them back"),
+    (_FURTHER, "distillation.teacher is set", "a teacher has no logits for later tokens; set one of them back"),
 )
 
 
@@ -146,8 +146,8 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
     for name in [field.name for field in fields(model.config)]:
         if isinstance(getattr(model.config, name), DynamicScaling):
             yield (
-                f'model: {config.model.title} has {name} with rope_type = "dynamic", which follows the length of the text at '
-                "hand, so the loss of a document would depend on what is packed beside it; it is for generation and "
+                f'model: {config.model.title} has {name} with rope_type = "dynamic", which depends on the length of the '
+                "current text, so the loss of a document would depend on what is packed beside it; it is for generation and "
                 f'evaluation: to train, set model.overrides.{name} to "none" or to another rope_type, such as "yarn"'
             )
 

@@ -1,4 +1,4 @@
-"""The message when memory runs out, in any phase of a run: where, what holds the memory, and what helps."""
+"""The error when memory runs out, in any phase of a run: where it happens, what holds the memory, and what helps."""
 
 import os
 import shlex
@@ -33,7 +33,7 @@ class Memory:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raises OutOfMemory, whose text says where and what helps, in place of the errors of allocators."""
+        """Turns an allocator's error into OutOfMemory, which says where memory ran out and what helps."""
         try:
             yield
         except (RuntimeError, MemoryError, OSError) as error:

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import resource
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,14 +18,14 @@ import torch.distributed as dist
 from models.blocks import Flops
 from titanlite.config.schema import Config
 from titanlite.ground.errors import at
-from titanlite.ground.files import append, hold, is_at, replace_file, sync, tolerated
+from titanlite.ground.files import append, replace_file, sync, tolerated
 from titanlite.ground.run_files import METRICS, ROUTING, read_reports
 
 log = logging.getLogger(__name__)
 
 # Dense bfloat16 FLOP/s by the driver's name of the device, first match. These are the commonly quoted
-# numbers. They were not compared with the vendors' data sheets; do so before you publish an MFU. A comment has the figure from
-# which a number is derived: it is half of one with sparsity, and one GPU's share of that of a system.
+# numbers. They were not compared with the vendors' data sheets; do so before you publish an MFU. Where a number is derived, the
+# comment has its source: half of a rate with sparsity, or one GPU's share of a system's rate.
 _PEAK_FLOPS = {
     "GB300": 2.5e15,  # NVIDIA GB300 NVL72: 360 PFLOP/s with sparsity, 72 GPUs
     "B300": 2.25e15,  # NVIDIA HGX B300: 36 PFLOP/s with sparsity, 8 GPUs
@@ -43,7 +42,7 @@ _PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
     "A10G": 70e12,
-    "RTX 4090": 165e12,  # products of 16 bits with float32 sums
+    "RTX 4090": 165e12,  # 16-bit matmuls with float32 accumulation
     "MI300X": 1307e12,
 }
 
@@ -144,17 +143,16 @@ def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: floa
 
 
 class Reporter:
-    """Writes reports, on one rank. What a full disk does not take is written with a later report, to metrics.jsonl at least.
+    """Writes reports, on one rank. Lines that a full disk refuses are written to metrics.jsonl with a later report.
 
-    A file that somebody has removed or renamed (logrotate) is begun again.
+    A metrics.jsonl that was removed or renamed (logrotate) is begun again.
     """
 
     def __init__(self, config: Config, first_step: int, active: bool):
-        """Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint."""
+        """Removes reports of `first_step` and later: an earlier start may have got further than its last checkpoint."""
         self.board: Any = None
-        self._events = -1, Path()  # the board's file, as `is_at` takes it
         self._config, self._active, self._path = config, active, Path(config.job.dump_folder) / METRICS
-        self._waiting = b""  # for the disk
+        self._waiting = b""  # lines that are not on the disk yet
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
@@ -218,14 +216,11 @@ class Reporter:
         board, self.board = self.board, None
         if board is not None:
             with tolerated("TensorBoard's files"):
-                os.close(self._events[0])
                 board.close()
 
     def _to_board(self, add: Callable[[Any], None], purge_step: int | None = None) -> None:
         """Adds to TensorBoard's files. A failure ends the thread that writes them, and a later report begins another one."""
         cfg = self._config.metrics
-        if self.board is not None and not is_at(*self._events):
-            self._close_board()
         full = self.board is None and self._waiting  # as metrics.jsonl has found
         if not self._active or not cfg.enable_tensorboard or full:
             return
@@ -234,10 +229,8 @@ class Reporter:
             if before is None:
                 from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
 
-                folder, name = Path(self._config.job.dump_folder) / cfg.save_tb_folder, f".{secrets.token_hex(4)}"
-                before = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=name)
-                [path] = folder.glob(f"*{name}")
-                self._events = hold(path), path
+                folder = Path(self._config.job.dump_folder) / cfg.save_tb_folder
+                before = SummaryWriter(str(folder), purge_step=purge_step)
             add(before)
             self.board = before
 

@@ -16,7 +16,7 @@ from titanlite.config.read import suggest
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
-from titanlite.loop.loss import arranged
+from titanlite.loop.loss import to_microbatch
 from titanlite.registry.family import import_named, location_of
 from titanlite.registry.own import place, with_options
 
@@ -28,7 +28,7 @@ ARGUMENTS = {
     "at_report": ("step", "values"),
     "at_save": ("step", "folder"),
 }
-Pair = tuple[float, float]  # a sum, and the number of what was added
+Pair = tuple[float, float]  # a sum, and the number of its terms
 _PAIRS = TypeAdapter(dict[str, Pair], config={"strict": True})
 
 
@@ -60,7 +60,7 @@ def _pair(value: object) -> object:
 
 
 class OwnCode:
-    """The metrics and hooks of a run. Raises UserError where one is not as titanlite/interfaces.py says.
+    """The metrics and hooks of a run. Raises UserError where one does not follow titanlite/interfaces.py.
 
     metrics: False where nothing is reported; their modules are then not imported.
     """
@@ -87,7 +87,7 @@ class OwnCode:
         found = [(part, part.numbers(step, dict(values))) for part in reporting]
         if self._metrics:
             with evaluating(model):
-                microbatch = arranged(model, batch.microbatches()[-1])
+                microbatch = to_microbatch(model, batch.microbatches()[-1])
                 found += [(part, part.numbers(model, microbatch)) for part in self._metrics]
         elif not reporting:
             return {}
@@ -120,7 +120,7 @@ def _metrics_of(cfg: Metrics) -> list[Part]:
 
 
 def _hooks_of(name: str) -> dict[str, Part]:
-    """The hooks of a module, by name. Raises UserError for a module without any, or with a function that is none."""
+    """The hooks of a module, by name. Raises UserError for a module without hooks, or with an unknown one."""
     key = f'{HOOKS} = "{name}"'
     module = import_named(key, name, "it must be importable from here")
     own = {each: part for each, part in vars(module).items() if inspect.isfunction(part) and part.__module__ == module.__name__}
@@ -141,7 +141,7 @@ def _hooks_of(name: str) -> dict[str, Part]:
 
 
 def faults(config: Config) -> Iterator[str]:
-    """Metrics and hooks that are not as titanlite/interfaces.py says."""
+    """Metrics and hooks that do not follow titanlite/interfaces.py."""
     try:
         OwnCode(config)
     except UserError as error:

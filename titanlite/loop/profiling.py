@@ -89,7 +89,7 @@ class Watch:
                 self._snapshot(step)
 
     def _finish_queue(self) -> None:
-        """Waits until the GPU has done its work so far, which is training and not a part of the pause that follows."""
+        """Waits for the GPU: the work queued so far is training, and no part of the pause that follows."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -58,7 +58,7 @@ _TEACHER = "teacher"  # its files, there
 
 
 class RunIdentity(NamedTuple):
-    """What a run computes, apart from its weights: a checkpoint fits it or not."""
+    """What a run computes, apart from its weights; a checkpoint is compared with it."""
 
     config: Config
     family: Family
@@ -73,7 +73,7 @@ class Progress(NamedTuple):
     timeline: Timeline
     loss_sum: float = 0.0  # of those that are finite, since the last multiple of metrics.log_freq
     loss_count: int = 0
-    run: str = ""  # an id that its first start makes, and all its checkpoints have; those of titanlite 0.2 have none
+    run: str = ""  # an id that its first start makes, and all its checkpoints have
     stream: Position | None = None  # where a stream of the user's own is; other data follows from the timeline
 
     @property
@@ -144,7 +144,7 @@ def stream_at(state: str, sample: int, mesh: DeviceMesh) -> Position | None:
 
 
 def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
-    """The same for imported weights. model: the keys of [model] that describe them."""
+    """The numbers of a manifest for imported weights. model: the keys of [model] that describe them."""
     nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}}
     return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
 

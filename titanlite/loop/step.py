@@ -14,7 +14,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import at, phase
 from titanlite.loop.distillation import load_teacher
-from titanlite.loop.loss import StepLoss, arranged, count_further, count_labels, summed_loss, summed_loss_with_further
+from titanlite.loop.loss import StepLoss, count_further, count_labels, summed_loss, summed_loss_with_further, to_microbatch
 from titanlite.optim import balance, ema
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
@@ -59,7 +59,7 @@ def begin_training(
 def forward_backward(
     model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None, deferred: GradientSync = DEFERRED
 ) -> StepLoss:
-    """Gradients of the step's loss, accumulated over microbatches; without labels they are 0, but for balance losses.
+    """Gradients of the step's loss, accumulated over microbatches; without labels they are 0, except those of balance losses.
 
     batch: this rank's part of the global batch. loss_scale: of float16; the gradients are then those of the loss times
     `loss_scale.divisor`. deferred: what is reduced with the last microbatch only.
@@ -73,9 +73,9 @@ def forward_backward(
     share, further = (torch.zeros((), device=batch.tokens.device) for _ in range(2))
     microbatches = batch.microbatches()
     balance.begin_step(model)
-    if model.pipeline is not None:  # which begins a microbatch before others have had their backward pass
+    if model.pipeline is not None:  # it begins a microbatch before the backward pass of earlier ones
         divisor = labels if loss_scale is None else 1 / loss_scale.scale
-        losses = model.pipeline.train([arranged(model, each) for each in microbatches], divisor, balance.add_microbatch)
+        losses = model.pipeline.train([to_microbatch(model, each) for each in microbatches], divisor, balance.add_microbatch)
         return StepLoss(losses.sum() / labels, known)
     for number, microbatch in enumerate(microbatches, 1):
         choose_reductions(model, deferred, last=number == len(microbatches))

@@ -65,7 +65,7 @@ def derived_values(
     }.get(cfg.mode, "")
     parts = ["blocks" if part == "model" else part for part in config.compile.components]
     compiled = f"{' and '.join(parts)} by {config.compile.backend}" if config.compile.enable else "nothing"
-    float32_products = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
+    float32_matmuls = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
     decay = schedule.total_steps - schedule.decay_start
     stable = schedule.decay_start - schedule.warmup_steps
     return {
@@ -80,7 +80,7 @@ def derived_values(
         else f"CPU, {torch.get_num_threads()} threads a rank",
         "precision": f"{training.mixed_precision_param}{multiplied}, {masters}{held}{reduced}",
         "attention": attention_sentence(model, config) + split,
-        "settings": f"garbage collected every {training.gc_freq} steps; float32 products: {float32_products}",
+        "settings": f"garbage collected every {training.gc_freq} steps; float32 matmuls: {float32_matmuls}",
         "recomputed": "nothing" if cfg.mode == "none" else cfg.mode + detail,
         "compiled": compiled,
         "parameters": f"sharded over {mesh['dp_shard'].size() * mesh['cp'].size()}, reshard after forward: {reshard}{apart}"

@@ -27,7 +27,7 @@ def validate(
     kind: str = "",
 ) -> dict[str, float | None]:
     """One pass over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte,
-    None without labels, or without text behind them.
+    None where there are no labels, or where they stand for no text.
 
     Several sources have their own values, such as validation_loss/web; values without a name are over all labels. All ranks
     make the same number of forward passes; after the last sample they get padding, whose labels do not count.
@@ -49,10 +49,10 @@ def validate(
                     total += torch.stack([loss.double(), counted.sum().double(), text.sum().double()])
     losses, counts = sum_over(LOSS_DIMENSIONS, sums[:, :1].clone(), mesh), sum_over(DATA_DIMENSIONS, sums[:, 1:].clone(), mesh)
     sums = torch.cat([losses, counts], dim=1).cpu()
-    values = _figures(kind, sums.sum(0))
+    values = _measured(kind, sums.sum(0))
     if len(data.sources) > 1:
         for each, total in zip(data.sources, sums, strict=True):
-            values |= _figures(f"{kind}/{each.name}", total)
+            values |= _measured(f"{kind}/{each.name}", total)
     if average:
         with average.in_place(model):
             values |= validate(model, data, config, mesh, device, kind="_ema")
@@ -67,7 +67,7 @@ def sample_texts(model: Decoder, config: Config, tokenizer: LoadedTokenizer, mes
     return continue_texts(model, tokenizer, cfg.sample_prompts, cfg.sample_tokens, sampling, mesh["tp"].size())
 
 
-def _figures(suffix: str, total: torch.Tensor) -> dict[str, float | None]:
+def _measured(suffix: str, total: torch.Tensor) -> dict[str, float | None]:
     loss, labels, text = total.tolist()
     bits = loss / math.log(2) / text if text else None
     return {f"validation_loss{suffix}": loss / labels if labels else None, f"validation_bits_per_byte{suffix}": bits}

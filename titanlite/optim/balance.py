@@ -25,7 +25,7 @@ def balance_experts(
     tp: DeviceMesh,
     together: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gives the routers of a model with memory what training wants of them.
+    """Sets the losses and counters of the routers of a model, which is not on the meta device.
 
     sequences: of a global batch. split: the ranks among which those of a microbatch are split, one dimension, of which `tp` is
     a part. together: the ranks that have the same routers; None: all.
@@ -60,7 +60,7 @@ def move_biases(model: nn.Module, skipped: Tensor) -> None:
     """After an optimizer step: the biases follow the load of the global batch. skipped: () float32, 1 for a skipped step."""
     routers = [router for router in _counting(model) if router.bias_update_speed and router.bias is not None]
     for router, counts in zip(
-        routers, _added_up(_step_counts(routers), group=getattr(model, "router_ranks", None)), strict=False
+        routers, _summed_over_ranks(_step_counts(routers), group=getattr(model, "router_ranks", None)), strict=False
     ):
         assert router.bias is not None
         # Twice the counts and the sum of all: no rounding decides which side of the mean an expert is on.
@@ -98,7 +98,7 @@ def _of_all_stages(model: nn.Module) -> list[tuple[Tensor, float | None]]:
     routers = _counting(model)
     biases = [router.bias for router in routers if router.bias is not None]
     ranges: list[Any] = torch.stack([bias.max() - bias.min() for bias in biases]).tolist() if biases else [None] * len(routers)
-    counts = _added_up(_step_counts(routers), torch.device("cpu"), getattr(model, "router_ranks", None))
+    counts = _summed_over_ranks(_step_counts(routers), torch.device("cpu"), getattr(model, "router_ranks", None))
     return _in_order(model, list(zip(counts, ranges, strict=True)))
 
 
@@ -112,7 +112,7 @@ def _in_order(model: nn.Module, of_routers: list[Any]) -> list[Any]:
 
 
 def routing(model: nn.Module) -> list[dict[str, Any]]:
-    """What an all-to-all of each MoE layer has moved, to be replayed: {"top_k": ..., "counts": rows of each expert}.
+    """The rows that the all-to-all of each MoE layer has moved, for predictions: {"top_k": ..., "counts": rows of each expert}.
 
     Of the latest microbatch, from the ranks among which this rank's experts are split; from all ranks if they are not. All
     ranks together; one host sync.
@@ -120,7 +120,7 @@ def routing(model: nn.Module) -> list[dict[str, Any]]:
     routers = _counting(model)
     exchange = next((experts.exchange for experts in experts_of(model)), None)
     group = resolve_process_group(exchange.group_name) if exchange else getattr(model, "router_ranks", None)
-    latest = _added_up([router.counts for router in routers if router.counts is not None], torch.device("cpu"), group)
+    latest = _summed_over_ranks([router.counts for router in routers if router.counts is not None], torch.device("cpu"), group)
     found = [{"top_k": router.top_k, "counts": each.tolist()} for router, each in zip(routers, latest, strict=True)]
     return _in_order(model, found)
 
@@ -134,7 +134,7 @@ def _step_counts(routers: list[Router]) -> list[Tensor]:
     return [router.step_counts for router in routers if router.step_counts is not None]
 
 
-def _added_up(counts: list[Tensor], device: torch.device | None = None, group: Any = None) -> list[Tensor]:
+def _summed_over_ranks(counts: list[Tensor], device: torch.device | None = None, group: Any = None) -> list[Tensor]:
     """The sums over ranks of (experts,) int64 for each router, by one all-reduce. device: of the result; None: the counts'.
     group: None: all ranks."""
     if not counts:

@@ -1,4 +1,4 @@
-"""An optimizer of the user's own, `optimizer.name = "package.module:Class"`: tried before the start, built, its state.
+"""An optimizer of the user's own, `optimizer.name = "package.module:Class"`: its check before a start, and its state.
 
 Its first step makes its state. Where a checkpoint is read before that, a second instance makes tensors of the same shapes from
 a copy of each parameter, so that the run's own state is not one step ahead.
@@ -89,7 +89,7 @@ def _constructor(cfg: Optimizer) -> Build:
 
 
 def _reach_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Zero gradients for what no gradient has reached: so the first step makes all state, and every checkpoint has it."""
+    """Sets zero gradients where there are none: so the first step makes all state, and every checkpoint has it."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is None:

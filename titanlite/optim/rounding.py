@@ -68,7 +68,7 @@ def _wrapped(index: Tensor) -> Tensor:
 
 
 def each_row(table: Tensor) -> list[Tensor]:
-    """The rows of a table, for a compiled function. The compiler specialises on a tensor with storage offset 0; none of these
+    """The rows of a table, for a compiled function. The compiler specializes on a tensor with storage offset 0; none of these
     has it."""
     return list(torch.cat([table[:1], table]).unbind()[1:])
 

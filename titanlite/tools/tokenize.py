@@ -38,7 +38,6 @@ def main() -> None:
             workers=options.workers,
             shard_tokens=options.shard_tokens,
             on_error=options.on_error,
-            best_fit=options.best_fit,
             chat=load_template(str(options.tokenizer)),
         )
     except BadDocument as error:
@@ -65,7 +64,6 @@ def _parse() -> argparse.Namespace:
     add("--shard-tokens", type=WholeNumber(1, 10**12), default=10**9, metavar="N", help="at most (default: 1e9)")
     add("--on-error", choices=("fail", "skip"), default="fail",
         help="what to do with an entry that is not a document (default: fail); skipped ones are listed")  # fmt: skip
-    add("--best-fit", type=WholeNumber(2, 2**24), metavar="SEQ_LEN", help="also pack each shard for samples of this length")
     return parser.parse_args()
 
 

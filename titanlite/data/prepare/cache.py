@@ -30,7 +30,7 @@ from titanlite.data.tokenizer import (
 )
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import cache_folder, publish, sync_contents
-from titanlite.ground.untrusted import MIB, Unread, read_text
+from titanlite.ground.untrusted import MIB, read_text
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _SOURCE = 64 * MIB  # of a file of the standard library
 def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path:
     """The folder of token files of a text, from the cache or made now.
 
-    Names, sizes and times of the files tell whether they have changed; contents are not read again at each start.
+    Names, sizes and times of the files show whether they have changed; contents are not read again at each start.
     """
     stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
     template = load_template(assets) if assets else None
@@ -66,15 +66,7 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
 
 
 def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
-    """The best-fit rows of a file: those beside it, else those in the cache, which are made at first use."""
-    beside = file.prefix.with_name(f"{file.prefix.name}.best_fit-{seq_len}.npy")
-    if os.path.lexists(beside):
-        try:
-            return Packing(beside, file)
-        except Unread:
-            raise
-        except ValueError as error:
-            raise UserError(f"{beside}: not of {file.prefix.name}.bin: {error}; remove it, and it is made again") from None
+    """The best-fit rows of a file, from the cache or made now."""
 
     def make(folder: Path) -> None:
         log.info("packing %s, once; kept in %s", file.prefix, cache_folder())

@@ -23,19 +23,6 @@ _SMALLEST, _LARGEST = MIB // 2, 32 * MIB  # bytes of a unit of work
 _UNITS = 128  # the target for a small input, so that every worker has several
 _ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_info", "dataset_infos"}  # stems of files beside data
 _NAMED_AT_MOST = 50  # files that are left out, in one message
-# torchtitan's names of data sets, and those of well-known ones -> the input that has them
-_KNOWN_NAMES = {
-    "c4": "hub:allenai/c4:en",
-    "c4_validation": "hub:allenai/c4:en:validation",
-    "c4_test": "torchtitan/tests/assets/c4_test",
-    "wikitext": "hub:Salesforce/wikitext:wikitext-103-raw-v1",
-    "wikipedia": "hub:wikimedia/wikipedia:20231101.en",
-    "fineweb": "hub:HuggingFaceFW/fineweb",
-    "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu",
-    "dclm": "hub:mlfoundations/dclm-baseline-1.0",
-    "slimpajama": "hub:cerebras/SlimPajama-627B",
-    "tinystories": "hub:roneneldan/TinyStories",
-}
 
 
 class Input(NamedTuple):
@@ -116,18 +103,10 @@ def _find(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
     except OSError as error:
         raise UserError(f"{key} {name}: {error.filename} cannot be read: {error.strerror}") from None
     if not inputs:
-        absent = f"no such file or folder; {_suggest(name)}"
+        on_hub = f"hub:{name}" if re.fullmatch(r"[\w-]+/[\w.-]+", name) else "hub:allenai/c4:en"
+        absent = f'no such file or folder; "{STDLIB}" is the built-in data, "{on_hub}" a data set of the Hugging Face hub'
         raise UserError(f'{key} "{name}": {"no file matches this pattern" if glob.has_magic(name) else absent}')
     return inputs
-
-
-def _suggest(name: str) -> str:
-    """What a name that is no file may stand for."""
-    if known := _KNOWN_NAMES.get(name.lower()):
-        command = f"titanlite tokenize --input {known} --output data/{name.lower()} --tokenizer ASSETS --append-eos"
-        return f'to make token files of this data set, run `{command}`, then give "data/{name.lower()}"'
-    on_hub = f', a data set of the Hugging Face hub "hub:{name}"' if re.fullmatch(r"[\w-]+/[\w.-]+", name) else ""
-    return f'the built-in data is called "{STDLIB}"{on_hub}'
 
 
 def _refuse_unknown(path: str, key: str) -> None:

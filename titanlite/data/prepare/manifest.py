@@ -49,10 +49,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of token files. Raises UserError."""
     path = folder / MANIFEST
     manifest = read_json(path, FileSchema, _LIMIT)
-    if SEAL not in manifest:
-        raise UserError(f"{path}: titanlite 0.1 wrote it, or it is damaged: it has no checksum; tokenize the text again")
-    if manifest[SEAL] != _seal(manifest):
-        raise UserError(f"{path}: it is damaged: its checksum is not {manifest[SEAL]}")
+    if manifest.get(SEAL) != _seal(manifest):
+        raise UserError(f"{path}: is damaged, or titanlite 0.1 wrote it: its checksum is not right; tokenize the text again")
     validated(_Manifest, manifest, str(path))
     return manifest
 

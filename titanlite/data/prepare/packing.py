@@ -25,8 +25,9 @@ def pack_file(prefix: Path, seq_len: int, target: Path) -> None:
     order = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of)
     header = np.array([file.tokens, file.documents, len(counts), len(lengths), lengths.sum()])
-    with BlockWriter(target) as out:
-        np.save(out, np.concatenate([header, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
+    out = BlockWriter(target)
+    np.save(out, np.concatenate([header, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
+    out.close()
 
 
 def _cut(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -28,8 +28,6 @@ from tqdm import tqdm
 from titanlite.data.prepare.documents import Input, group, list_inputs
 from titanlite.data.prepare.encode import KEPT, EncodeJob, Record, Unit, encode_all, open_record
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest, sealed
-from titanlite.data.prepare.packing import pack_file
-from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, phase
@@ -64,7 +62,6 @@ def prepare(
     workers: int,
     shard_tokens: int,
     on_error: str,
-    best_fit: int | None = None,
     chat: "ChatTemplate | None" = None,
     key: str = "--input",
 ) -> dict[str, Any]:
@@ -73,8 +70,8 @@ def prepare(
     inputs: as for `list_inputs`; key: the option or key that has them. tokenizer: its `beginning` begins each document.
     append_eos: appends the end-of-text id to each text, not to chats. workers: processes, of one thread each.
     shard_tokens: the limit of a shard; a longer document is a shard of its own. on_error: what to do with an entry that is not
-    a document, "fail" or "skip"; skipped.jsonl lists the skipped ones. best_fit: a seq_len for which to pack each shard. chat:
-    renders chats; without it a chat is not a document.
+    a document, "fail" or "skip"; skipped.jsonl lists the skipped ones. chat: renders chats; without it a chat is not a
+    document.
 
     Raises UserError for inputs that cannot be read, for an `output` that exists, where another command is running or has left
     unfinished work, and where the disk is too full; BadDocument with file and line for an entry that is not a document.
@@ -84,14 +81,13 @@ def prepare(
     work = output.with_name(f"{output.name}.unfinished")
     _refuse_existing(output)
     listed = list_inputs(inputs, key, log.warning)
-    plan = {  # all that determines the token files; --on-error may change when a command continues
+    plan = {  # all that determines the token files, but for --on-error, which may change from "fail" to "skip" in between
         "format": _PLAN_FORMAT,
         "tokenizer": tokenizer_digest(tokenizer),
         "beginning of text": list(tokenizer.beginning),
         "end of text": tokenizer.end_of_text if append_eos else None,
         "text key": text_key,
         "tokens of a shard": shard_tokens,
-        "best fit": best_fit,
         "chat template": digest(chat.source) if chat else None,
         "inputs": _describe_inputs(listed),
     }
@@ -168,10 +164,6 @@ def _encode(inputs: list[Input], work: Path, job: EncodeJob, workers: int) -> di
     for leftover in job.folder.glob("*.tmp"):  # of workers that were killed
         shutil.rmtree(leftover, ignore_errors=True)
     records = {unit.name: open_record(job.folder / unit.name) for unit in units if (job.folder / unit.name).exists()}
-    for record in records.values():
-        if record.skipped and not job.skip:  # the work began with "skip", and continues with "fail"
-            first = record.skipped[0]
-            raise BadDocument(f"{describe_location(first.file, first.line)}: {first.reason}")
     sizes = {unit.name: sum(part.size for part in unit.parts) for unit in units}
     missing = [unit for unit in units if unit.name not in records]
     before = sum(sizes[name] for name in records)
@@ -215,9 +207,6 @@ def _assemble(
     with tqdm(desc="writing shards", total=tokens, disable=None, delay=1, leave=False, bar_format=_BAR) as bar:
         units = (work / "units" / name for name in records)
         shards, largest = write_shards(units, whole, dtype, plan["tokens of a shard"], chats, bar.update)
-    if plan["best fit"]:
-        for shard in shards:
-            pack_file(whole / shard["name"], plan["best fit"], whole / f"{shard['name']}.best_fit-{plan['best fit']}.npy")
     if skipped:
         lines = "".join(json.dumps(entry.model_dump(), ensure_ascii=False) + "\n" for entry in skipped)
         (whole / "skipped.jsonl").write_text(lines, encoding="utf-8")

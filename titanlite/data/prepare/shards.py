@@ -24,11 +24,12 @@ def write_index(prefix: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
     """Writes NAME.idx for consecutive documents of `lengths` tokens, (documents,) int32."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    with BlockWriter(path_of(prefix, "idx")) as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
-        file.write(lengths.astype("<i4").tobytes())
-        file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
-        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    file = BlockWriter(path_of(prefix, "idx"))
+    file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
+    file.write(lengths.astype("<i4").tobytes())
+    file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
+    file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    file.close()
 
 
 class TokenWriter:

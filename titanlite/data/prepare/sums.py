@@ -2,7 +2,6 @@
 
 from array import array
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -12,7 +11,7 @@ from titanlite.data.blocks import BLOCK, sums_of
 
 
 class BlockWriter:
-    """A file that is written sequentially, with its checksums."""
+    """A file that is written sequentially. `close` writes its checksums; a file that could not be completed has none."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -46,12 +45,3 @@ class BlockWriter:
         sums = np.array([self._size, *self._sums], "<u8").tobytes()
         sums_of(self._path).write_bytes(sums + xxhash.xxh3_64_intdigest(sums).to_bytes(8, "little"))
         return self._digest.hexdigest()
-
-    def __enter__(self) -> "BlockWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
