@@ -204,7 +204,7 @@ def _pairs(draw: random.Random) -> Iterator[Case]:
             for number, policy in enumerate(_POLICIES):
                 at = 2 + number + draw.randrange(8)  # which "truncate" reads, too
                 change = functools.partial(_put_id, source=source, at=at, wrong=wrong)
-                names = rf"{source}/00000\.bin, sample \d+: holds the id {wrong} at token \d+ of the sample, and"
+                names = rf"{source}/00000\.bin: holds the id {wrong} in sample \d+, at token {at}, and"
                 yield Case("contents", f"id {wrong} in {source} under {policy}", _reading(source, policy, change), names)
 
 

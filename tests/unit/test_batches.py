@@ -3,6 +3,7 @@
 import logging
 import multiprocessing.forkserver as forkserver
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.waiting import until
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
+from titanlite.data.prepare.packing import pack_file
 from titanlite.data.samples import Arrays
 from titanlite.ground.errors import UserError
 
@@ -142,8 +144,29 @@ def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers
         for _ in range(3):
             next(source)
     source.close()
-    assert str(error.value).startswith(f"{file.prefix}.bin, sample ") and ": holds the id 1" in str(error.value)
+    assert str(error.value).startswith(f"{file.prefix}.bin: holds the id 1")
     assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "loss", "idx", "best_fit-8.npy"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_file_that_is_truncated_while_it_is_read_is_named(tmp_path, policy, suffix):
+    """Reading a mapped page behind the end of its file would end the process with SIGBUS."""
+    config, documents = config_of(**POLICIES[policy]), [np.arange(20)] * 5000
+    file = write_file(tmp_path / "part", documents, losses=[np.ones(20, bool)] * 5000)
+    if policy == "best fit":
+        pack_file(file.prefix, SEQ_LEN, tmp_path / "part.best_fit-8.npy")
+    data = pickle.loads(pickle.dumps(mix_of([opened(file)], config)))  # nothing is mapped yet
+    source = Batches(StepDataset(config, data, (0, 1)))
+    next(source)
+    mapped = {stored.path.name.removeprefix("part."): stored for stored in data.sources[0].rows[0].stored if stored._mapping}
+    assert {"bin", "loss"} <= set(mapped)
+    if suffix in mapped:  # another policy does not read it
+        os.truncate(tmp_path / f"part.{suffix}", 5000)
+        size = mapped[suffix].size
+        with pytest.raises(UserError, match=rf"part\.{suffix}: truncated since it was opened: it has 5,000 of {size:,} bytes"):
+            next(source)
+    source.close()
 
 
 @pytest.mark.parametrize("prepared", [(), (0, 1, 2, 3), (1, 3)], ids=["none", "all", "every other"])

@@ -244,7 +244,7 @@ def test_an_id_that_the_model_does_not_know_is_refused_when_it_is_read(tmp_path,
     assert fine.tokens.shape == (3, 9)
     with pytest.raises(UserError) as error:
         data.read(np.array([1, 0, 1]), np.array([4, 1, 5]))
-    place = f"{tmp_path / 'wrong'}.bin, sample 5: holds the id {wrong} at token 4 of the sample, and"
+    place = f"{tmp_path / 'wrong'}.bin: holds the id {wrong} in sample 5, at token 44, and"
     assert f"{place} the model's vocabulary is 1000" in str(error.value)
 
 

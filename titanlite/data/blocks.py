@@ -41,6 +41,7 @@ class BlockFile:
         self.has_sums = os.path.lexists(sums_of(path)) if has_sums is None else has_sums
         self.unverified = -(-size // BLOCK) if self.has_sums else 0
         self.verified: set[int] = set()  # blocks
+        self._mapping: mmap.mmap | None = None
 
     def __reduce__(self) -> Any:
         return BlockFile, (self.path, self.size, self.has_sums)
@@ -96,13 +97,23 @@ class BlockFile:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft + 1, hard))
         with open_file(self.path) as file:
             try:
-                mapping = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
+                self._mapping = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
             except OSError as error:
                 raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
             except ValueError:
-                sizes = f"it has {os.fstat(file.fileno()).st_size:,} of {self.size:,} bytes"
-                raise UserError(f"{self.path}: truncated since it was opened: {sizes}; {_REMEDY}") from None
-        return np.frombuffer(mapping, np.uint8)
+                raise UserError(self._truncated(os.fstat(file.fileno()).st_size)) from None
+        return np.frombuffer(self._mapping, np.uint8)
+
+    def check_size(self) -> None:
+        """Raises UserError for a mapped file that was truncated: the kernel ends a process that reads behind its end (SIGBUS).
+
+        Once per file and batch: a system call takes as long as copying a short row.
+        """
+        if self._mapping is not None and (size := self._mapping.size()) < self.size:
+            raise UserError(self._truncated(size))
+
+    def _truncated(self, size: int) -> str:
+        return f"{self.path}: truncated since it was opened: it has {size:,} of {self.size:,} bytes; {_REMEDY}"
 
 
 class Array:

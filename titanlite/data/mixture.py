@@ -3,6 +3,7 @@
 Nothing here has state. Which samples a step has follows from the timeline of the run, which is all that a checkpoint keeps.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -124,7 +125,7 @@ class Data:
         """Samples of some sources, (n,) each, as n rows; a row of PADDING has no labels.
 
         note: (1,) int64, receives the number of each row before it is read.
-        Raises UserError for an id that is not in the vocabulary, and for a damaged file.
+        Raises UserError for an id that is not in the vocabulary, and for a damaged or truncated file.
         """
         numbers = samples.tolist()  # Python numbers and lists: a NumPy call costs as much as copying a short row
         shape = len(numbers), self.seq_len + 1
@@ -133,6 +134,7 @@ class Data:
             None if self._all_counted and PADDING not in numbers else np.empty(shape, bool),
             np.empty((len(numbers), self.seq_len), np.int32) if self.mask else None,
         )
+        checked: set[int] = set()
         for at, (source, sample) in enumerate(zip(sources.tolist(), numbers, strict=True)):
             if note is not None:
                 note[0] = at
@@ -144,6 +146,10 @@ class Data:
                 fill(arrays, at, *held.read(sample))
                 continue
             rows, row = held.locate(sample)
+            if id(rows) not in checked:
+                checked.add(id(rows))
+                for stored in rows.stored:
+                    stored.check_size()
             ids, loss = rows.file.ids.checked(), None if rows.file.loss is None else rows.file.loss.checked()
             fill(arrays, at, rows.pieces(row), ids, loss)
         if arrays.tokens.view(np.uint64).max() >= self._vocabulary:  # as unsigned numbers, negative ids are the largest
@@ -166,9 +172,13 @@ class Data:
         """Raises UserError for the first id that is not in the vocabulary."""
         at, position = (int(indices[0]) for indices in np.nonzero((tokens < 0) | (tokens >= self._vocabulary)))
         source = self.sources[sources[at]]
+        assert isinstance(source, TokenSource)  # rows of others are checked one by one
+        rows, row = source.locate(int(samples[at]))
+        held = itertools.chain.from_iterable(range(first, first + length) for first, length in rows.pieces(row))
         raise UserError(
-            f"{source.where(int(samples[at]))}: holds the id {tokens[at, position]} at token {position} of the sample, and the "
-            f"model's vocabulary is {self._vocabulary}: made with another tokenizer?"
+            f"{rows.file.prefix}.bin: holds the id {tokens[at, position]} in sample {row}, at token "
+            f"{next(itertools.islice(held, position, None)):,}, and the model's vocabulary is {self._vocabulary}: made with "
+            "another tokenizer?"
         )
 
 

@@ -16,11 +16,11 @@ class Packing:
 
     def __init__(self, path: Path, file: TokenFile):
         """path: what `pack_file` wrote for `file`. Raises ValueError, EOFError or UserError for anything else."""
-        stored = BlockFile(path, size_of(path))
-        stored.require_sums()
-        stored.verify(0, 1)
+        self.stored = BlockFile(path, size_of(path))
+        self.stored.require_sums()
+        self.stored.verify(0, 1)
         mapped = np.load(path, mmap_mode="r")
-        self._table = table = Array(stored, mapped.dtype, mapped.offset, mapped.size)
+        self._table = table = Array(self.stored, mapped.dtype, mapped.offset, mapped.size)
         tokens, documents, self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])
         if len(table) != _HEADER + self.rows + 1 + 2 * self._pieces:
             raise ValueError(f"{len(table)} numbers, {self.rows} rows and {self._pieces} pieces")

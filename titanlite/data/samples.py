@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titanlite.data.blocks import BlockFile
 from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
 
@@ -26,16 +27,17 @@ class Rows:
     count: int
     tokens: int  # in all rows, repeated ones included
     pieces: Callable[[int], list[Piece]]  # of a row
+    stored: list[BlockFile]  # what they are read from
 
 
 def rows_of(file: TokenFile, seq_len: int, policy: str, mask: bool, packing: Packing | None) -> Rows:
     """The rows of a file under a `document_policy`. mask: no piece spans two documents. packing: for "best_fit"."""
     if packing is not None:
-        return Rows(file, packing.rows, packing.kept, packing.pieces)
+        return Rows(file, packing.rows, packing.kept, packing.pieces, [*file.files, packing.stored])
     if policy == "truncate":
-        return Rows(file, file.documents, _truncated_tokens(file, seq_len), partial(_truncated, file, seq_len))
+        return Rows(file, file.documents, _truncated_tokens(file, seq_len), partial(_truncated, file, seq_len), file.files)
     count = max(0, (file.tokens - 1) // seq_len)  # documents one after another; neighboring rows share one token
-    return Rows(file, count, count * seq_len, partial(_packed_by_document if mask else _packed, file, seq_len))
+    return Rows(file, count, count * seq_len, partial(_packed_by_document if mask else _packed, file, seq_len), file.files)
 
 
 def _packed(_file: TokenFile, seq_len: int, row: int) -> list[Piece]:
