@@ -159,12 +159,20 @@ def test_a_whole_manifest_of_something_else_is_refused_in_a_sentence(foreign):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
 
 
-def test_no_run_continues_from_a_checkpoint_of_a_version_before_0_3():
+def test_no_run_continues_from_a_checkpoint_of_version_0_1():
     numbers = stored().numbers
     for name in ("timeline", "model_source", "loss_sum", "loss_count"):  # it had no such entries
         del numbers[name]
-    with pytest.raises(UserError, match=r"step-00000010: a version before 0\.3\.0 wrote it, .*model_only = true"):
+    with pytest.raises(UserError, match=r"step-00000010: titanlite 0\.1 wrote it, .*model_only = true, or continue .* 0\.2"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
+
+
+def test_a_checkpoint_of_version_0_2_keeps_its_schedule():
+    """It stored every value of the schedule; the length is what the configuration does not say."""
+    keys = STABLE | {STEPS: 40}
+    found = stored(keys)
+    found.numbers["schedule"] = build_schedule(configuration(keys), 20)._asdict()
+    assert resume(keys, found) == build_schedule(configuration(keys), 20)
 
 
 def test_no_run_continues_from_imported_weights():
