@@ -13,6 +13,9 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
+# where an image sets it, each of some hundred starts of Python would compile titanlite and the tests again
+unexport PYTHONDONTWRITEBYTECODE
+
 WORKERS ?= 2
 PYTEST := .venv/bin/python -m pytest -q
 TOGETHER := $(PYTEST) -n $(WORKERS) --dist loadgroup --no-loadscope-reorder

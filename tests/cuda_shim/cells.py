@@ -168,9 +168,14 @@ _OF_CONTEXT = (
     *("bfloat16", "bfloat16, compiled", "full, by chunks, compiled", "full, offload", "per operation, compiled"),
     *("memory_budget", "document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
 )
-_ALONE = ("FSDP 8", "1 rank")  # dense variants in turn: "FSDP 4 x TP 2" has all of them
+_IN_TURN = ("FSDP 8", "1 rank", "FSDP 4 x TP 2", "FSDP 4 x TP 2")  # of dense variants: each is on one of these meshes
 _BY_CONTEXT = ("CP 8, gather", "FSDP 4 x CP 2, ulysses")  # those of context parallelism in turn
 _OF_REPLICAS = ("bfloat16", "full, offload", "document_mask", "LoRA", "Muon")
+# "FSDP 4 x TP 2, EP 8" has all variants of mixtures
+_OF_EXPERTS = {
+    "FSDP 8, EP 4": ("mixture", "mixture, full, compiled", "mixture, Muon"),
+    "FSDP 4 x TP 2": ("mixture, compiled", "mixture, full"),
+}
 # Each variant whose step a pipeline changes is on one mesh or two.
 _OF_PIPELINES = {
     "PP 2 x FSDP 4, 1F1B, first rank": ("bfloat16, compiled", "document_mask", "LoRA"),
@@ -187,14 +192,14 @@ def _says_something(mesh: str, variant: str) -> bool:
     if "PP" in mesh:
         return variant in _OF_PIPELINES[mesh]
     if "mixture" in variant:
-        return "EP" in mesh or mesh == "FSDP 4 x TP 2"
+        return mesh == "FSDP 4 x TP 2, EP 8" or variant in _OF_EXPERTS.get(mesh, ())
     if "EP" in mesh:
         return False
     if "CP" in mesh:
         return variant in _OF_CONTEXT and mesh == _BY_CONTEXT[_OF_CONTEXT.index(variant) % 2]
-    if mesh in _ALONE:
-        return mesh == _ALONE[[*VARIANTS].index(variant) % 2]
-    return mesh != "HSDP 2 x 4" or variant in _OF_REPLICAS
+    if mesh == "HSDP 2 x 4":
+        return variant in _OF_REPLICAS
+    return mesh == _IN_TURN[[*VARIANTS].index(variant) % len(_IN_TURN)]
 
 
 CELLS = {f"{mesh}, {variant}": Cell(mesh, variant) for mesh in MESHES for variant in VARIANTS if _says_something(mesh, variant)}

@@ -80,8 +80,6 @@ _first_rows = torch.compile(lambda matrix, count: matrix[:count] + 1, fullgraph=
 
 PLANTED: dict[str, Planted] = {
     "an .item() in the step": _before_clipping(lambda gradient: gradient.sum().item()),
-    "a .tolist() in the step": _before_clipping(lambda gradient: gradient[0, :2].tolist()),
-    "a branch on a value": _before_clipping(lambda gradient: 1 if gradient.isnan().any() else 0),
     "a bool index": _before_clipping(lambda gradient: gradient[gradient > 0]),
     "a tensor made of numbers": _before_clipping(lambda gradient: torch.tensor([1.0, 2.0], device=gradient.device)),
     "a wait for the device": _before_clipping(lambda gradient: torch.cuda.synchronize()),

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from typing import Any
 from unittest import mock
 
@@ -116,7 +117,7 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
     if cell["optimizer"] == "Muon":
         sections["optimizer"] |= {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile
         if cell["family"] == "Mixture":
-            sections["training"]["seed"] = 1  # with 0 a choice of experts is as close as rounding: smallest_margin
+            sections["training"]["seed"] = 1  # with 0 a choice of experts is as close as rounding: with_margin
     return config_of(mesh_of_cell(cell), flavor, int(cell["accumulation"][0]), **sections)
 
 
@@ -161,11 +162,11 @@ def _validation_loss(run: Run, data: Data) -> float:
     return validate(run.model, data, run.config, run.mesh, run.device)["validation_loss"]
 
 
-def smallest_margin(cell: Cell, config: Config) -> float:
-    """Of all choices of the routers, on one process."""
+def with_margin(cell: Cell, config: Config) -> tuple[Trajectory | None, float]:
+    """What one process does, and the smallest margin of all choices of its routers; infinite without routers."""
     with watched_margins() as margins:
-        trajectory(cell, config)
-    return min(margins)
+        found, _ = trajectory(cell, config)
+    return found, min(margins, default=math.inf)
 
 
 def _trained(module: lora.LoraLinear) -> dict[str, Normal]:

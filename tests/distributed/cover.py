@@ -189,6 +189,7 @@ def parts(cell: Cell, strength: int, factor: str | None = None) -> Iterator[Valu
     return (frozenset(chosen) for chosen in every if exact or precision in chosen)
 
 
+@functools.cache
 def every_part(strength: int, without: frozenset[str] = frozenset()) -> set[Values]:
     """All combinations of `strength` values that occur in a cell that the product takes."""
     found = set()
@@ -224,8 +225,7 @@ def cover(
     beyond: those that are not in the cover without these.
     """
     random_ = random.Random(seed)
-    left = every_part(strength, without)
-    left -= set() if beyond is None else every_part(strength, beyond)
+    left = every_part(strength, without) - (set() if beyond is None else every_part(strength, beyond))
     # in a fixed order: that of a set differs from process to process
     queue = sorted(left, key=lambda part: sorted(part))
     random_.shuffle(queue)
@@ -248,10 +248,8 @@ def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random,
         best, most = "", -1
         for value in FACTORS[factor]:
             more = {**cell, factor: value}
-            if not possible(more, without, factor):
-                continue
             count = sum(part in left for part in parts(more, strength, factor))
-            if count > most:
+            if count > most and possible(more, without, factor):
                 best, most = value, count
         cell[factor] = best
     return cell

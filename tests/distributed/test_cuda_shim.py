@@ -21,8 +21,6 @@ _FEW = [
 ]
 _PLANTED = {
     "an .item() in the step": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
-    "a .tolist() in the step": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
-    "a branch on a value": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
     "a bool index": "host sync: aten.nonzero.default in tests.cuda_shim.planted:",
     "a tensor made of numbers": "host sync: a blocking copy from cpu to cuda: ",
     "a wait for the device": "host sync: torch.cuda.synchronize() in tests.cuda_shim.planted:",

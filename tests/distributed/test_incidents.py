@@ -223,7 +223,7 @@ def skip_to(folder: Path, step: int, samples: int) -> None:
 BAD = {8: tiny_poison.OF_LOSS}
 
 
-@pytest.mark.parametrize("log_freq", [1, 4, 100])
+@pytest.mark.parametrize("log_freq", [1, 100])
 def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path, log_freq):
     with pytest.raises(WorkerFailure, match=r"UserError: step 8: loss nan, gradient norm nan, samples 56 to 63: .*--step 8\n"):
         run(pools, {}, tmp_path, "stop", BAD, log_freq=log_freq)

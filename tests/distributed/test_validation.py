@@ -43,10 +43,14 @@ def run(pools: dict[int, Pool], degrees: dict[str, int], folder: Path, **section
 ALL = {"enable": True, "freq": 2, "steps": -1}
 
 
+@pytest.fixture(scope="module")
+def reference(pools, tmp_path_factory) -> list[dict]:
+    return run(pools, {}, tmp_path_factory.mktemp("one"), validation=ALL)
+
+
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
-def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tmp_path, degrees):
-    reference = run(pools, {}, tmp_path / "one", validation=ALL)
-    found = run(pools, degrees, tmp_path / "many", validation=ALL)
+def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tmp_path, reference, degrees):
+    found = run(pools, degrees, tmp_path, validation=ALL)
     for key in ("validation_loss", "validation_bits_per_byte"):
         pairs = [(a[key], b[key]) for a, b in zip(found, reference, strict=True) if key in b]
         assert len(pairs) == 2

@@ -1,6 +1,7 @@
 """Whole runs of what changes the state that a checkpoint has: each resumes bit for bit, goes on on other meshes, and any mesh
 loads its checkpoint. test_resume.py has what is common to all runs."""
 
+import shutil
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import torch
 
 from tests import hf_folders
 from tests.distributed.checkpoint_runs import HERE as RUNS
-from tests.distributed.checkpoint_runs import train
+from tests.distributed.checkpoint_runs import resumed, train
 from tests.distributed.scenarios import CPU
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, Degrees, losses, reports, run, run_config, stored
 from tests.hf_folders import of_files, tensors_of
@@ -69,14 +70,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, nam
     degrees, keys = RESUMED[name]
     if "float8" in name:
         pytest.importorskip("torchao", reason="needs torchao")
-    for folder, lengths in (("whole", (STEPS,)), ("parts", (4, STEPS))):
-        for steps in lengths:
-            run(pools, degrees, tmp_path / folder, steps, **keys)
-    whole, parts = (reports(tmp_path / folder) for folder in ("whole", "parts"))
+    folders = tmp_path / "whole", tmp_path / "parts"
+    run(pools, degrees, folders[0], 8, **keys)
+    shutil.copytree(*folders)
+    shutil.rmtree(folders[1] / "checkpoint/step-00000008")
+    run(pools, degrees, folders[1], 8, **keys)
+    assert resumed(folders[1]) == [0, 5]
+    whole, parts = map(reports, folders)
     for key in ("step", "loss", "grad_norm", "loss_scale", "skipped_steps"):
-        assert [report.get(key) for report in parts] == [report.get(key) for report in whole]
+        assert [report.get(key) for report in parts[-3:]] == [report.get(key) for report in whole[-3:]]
     assert ("loss_scale" in whole[0]) == ("float16" in name)
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
+    expected, found = (stored(folder, 8) for folder in folders)
     assert found.keys() == expected.keys()
     assert [each for each, tensor in expected.items() if not torch.equal(found[each], tensor)] == []
     assert whole[-1]["loss"] < whole[0]["loss"]
@@ -84,9 +88,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, nam
 
 # A run on one process, what it is, and where its parts run: until which step, with which other keys. rel: of the losses.
 MOVED: dict[str, tuple[float, dict[str, Any], list[tuple[Degrees, int, dict[str, Any]]]]] = {
-    "tied": (1e-5, {"flavor": "tied"}, [(ONE, 4, {}), ({"cp": 2}, 6, {}), (TWO_BY_TWO, 8, {}), (ONE, STEPS, {})]),
     "uneven": (1e-5, {"flavor": "uneven"}, [(ONE, 4, {}), ({"cp": 2}, 6, {}), (TWO_BY_TWO, 8, {}), (ONE, STEPS, {})]),
-    "Muon": (2e-5, MUON, [(ONE, 4, {}), (TWO_BY_TWO, 8, {}), ({"dp_shard": 4}, STEPS, {})]),
     "compensated rounding": (5e-3, rounded("compensated"), [(ONE, 4, {}), (TWO_BY_TWO, 8, {}), (TP, STEPS, {})]),
     "adapters": (1e-5, LORA, [(TWO_BY_TWO, 6, {}), (ONE, STEPS, {})]),
     "Muon, split experts": (2e-5, MOE | MUON, [(SPLIT, 4, {}), (TWO_BY_TWO, 6, {}), (SHARD, 8, {}), (TP, STEPS, {})]),
@@ -105,7 +107,7 @@ MOVED: dict[str, tuple[float, dict[str, Any], list[tuple[Degrees, int, dict[str,
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", slow_but([name for name in MOVED if name != "split experts"], MOVED))
 def test_from_mesh_to_mesh_the_losses_are_those_of_one_process_within_rounding(pools, tmp_path, name):
     rel, keys, parts = MOVED[name]
     run(pools, ONE, tmp_path / "whole", STEPS, **keys)
@@ -150,7 +152,7 @@ CHAINS: dict[str, tuple[dict[str, Any], list[Degrees]]] = {
 }
 
 
-@pytest.mark.parametrize("chain", slow_but(["tied", "uneven", "experts"], CHAINS))
+@pytest.mark.parametrize("chain", slow_but(["tied", "experts"], CHAINS))
 def test_between_meshes_a_checkpoint_is_loaded_bit_for_bit(pools, tmp_path, chain):
     keys, (first, *meshes) = CHAINS[chain]
     local, before = {"training": {"local_batch_size": 2}}, tmp_path / "0"

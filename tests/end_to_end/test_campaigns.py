@@ -31,15 +31,14 @@ def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):
 # All variants but those that are the plain run on CI's own processor, which has AVX-512 and takes one thread, and more orders.
 # A run takes as many as can be together; which one it was, `make campaign PART=processors` tells.
 _TOGETHER = {
-    "an old processor": (
+    "an old processor, another user": (
         *("ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBILITY", "ONEDNN_MAX_CPU_ISA=SSE41"),
-        *("4 threads", "weights disturbed by 1e-7", "TZ=Pacific/Chatham"),
+        *("4 threads", "weights disturbed by 1e-7", "TZ=Pacific/Chatham", "an ordinary user", "a Turkish locale"),
     ),
     "an AVX2 processor": (
         *("ATEN_CPU_CAPABILITY=avx2", "MKL_CBWR=AVX2", "ONEDNN_MAX_CPU_ISA=AVX2"),
         *("2 threads", "random order, seed 1", "a deep path", "LC_ALL=C"),
     ),
-    "another user": ("an ordinary user", "a Turkish locale"),
     "full load": ("full load",),
 }
 

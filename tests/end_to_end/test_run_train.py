@@ -17,7 +17,6 @@ from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch, run
 from tests.waiting import until
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
-from titanlite.launch.run_folder import other_run
 from titanlite.optim.lr_schedule import build_schedule
 
 # Llama 3 with a layer norm in place of one RMSNorm, and with a size of its own.
@@ -241,17 +240,6 @@ def test_paths_are_relative_to_where_the_user_stands_and_a_link_to_the_script_do
     assert not (folder / "out/checkpoint").exists()
 
 
-@pytest.mark.slow  # test_cover.py has the mathematics, `training` the launch of two ranks
-def test_a_models_own_module_trains_the_same_with_tensor_parallelism(finished, tmp_path):
-    folder = working_folder(tmp_path)
-    ended = run("run.toml", "--parallelism.tensor_parallel_degree", "2", folder=folder, NGPU="2")
-    assert (ended.code, ended.left) == (0, []), ended.err
-    assert "tp 2" in ended.err
-    for alone, together in zip(reports(finished[0] / "out"), reports(folder / "out"), strict=True):
-        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="on a CPU inductor needs a compiler")
 def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the_libraries(tmp_path):
@@ -283,27 +271,6 @@ def training(tmp_path):
         for pid in started.pids():
             os.kill(pid, signal.SIGKILL)
         started.process.wait()
-
-
-@pytest.mark.slow  # test_stopping.py has SIGTERM, tests/unit/test_run_folder.py the lock
-def test_sigterm_stops_all_ranks_and_another_run_is_refused_until_then(training):
-    started, folder = training
-    other = run("run.toml", folder=folder)
-    assert (other.code, other.out, other.left) == (2, "", [])
-    assert "out: another run is training in it" in other.err and "job.dump_folder" in other.err
-    assert f"process {started.ranks()[0]} " in other.err
-    (folder / "copy").mkdir()
-    (folder / "copy" / "checkpoint").symlink_to("../out/checkpoint")
-    other = run("run.toml", "--job.dump_folder", "copy", folder=folder)  # as after `cp -a`, where checkpoint is a link
-    assert (other.code, other.out, other.left) == (2, "", [])
-    assert f"copy/checkpoint: leads to the checkpoints of the run in {folder / 'out'}; " in other.err
-    assert started.process.poll() is None
-
-    started.process.send_signal(signal.SIGTERM)
-    ended = finish(started)
-    assert (ended.code, ended.left) == (75, []), ended.err
-    assert "stopping after step" in ended.err and "Traceback" not in ended.err
-    assert other_run(folder / "out") == ""
 
 
 def test_ctrl_c_ends_all_ranks_with_one_line(training):

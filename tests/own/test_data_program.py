@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.forked import train
 from tests.end_to_end.launcher import run
 from tests.end_to_end.test_run_train import reports, working_folder
 
@@ -31,8 +32,8 @@ def test_a_run_that_is_killed_goes_on_and_reads_as_one(tmp_path, kind, method):
     text = "import os, pathlib, signal\n" + PARTS.read_text() + KILLING.replace("KIND", kind).replace("METHOD", method)
     (folder / "my_parts.py").write_text(text.replace("== 15", "== 7") if kind == "Walks" else text)
     (folder / "killed").touch()
-    ended = run("run.toml", *KEYS, "--job.dump_folder=whole", folder=folder, NGPU="2")
-    assert ended.code == 0, ended.err
+    whole = train("run.toml", *KEYS, "--job.dump_folder=whole", folder=folder, ranks=2)
+    assert whole.code == 0, whole.err
     (folder / "killed").unlink()
     ended = run("run.toml", *KEYS, folder=folder, NGPU="2", MAX_RESTARTS="1")
     assert ended.code == 0 and "was ended by SIGKILL" in ended.err, ended.err

@@ -1,6 +1,7 @@
 """Predictions: traffic, FLOPs and memory of steps on pretended ranks, and their extrapolation over layers and microbatches."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -94,9 +95,15 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["one process"], HYBRIDS))
-@pytest.mark.parametrize("pattern", slow_but([ORDERS[0]], [*ORDERS, "wwawwawwawwawwa", "awwwwwlwwwwwlwwwww"]))
-def test_a_hybrid_in_any_order_of_its_kinds_is_what_all_its_layers_give(name, pattern, monkeypatch):
+# the first pattern with every case, the others with one each in turn
+PATTERNS = [(ORDERS[0], name) for name in HYBRIDS]
+PATTERNS += zip([*ORDERS[1:], "wwawwawwawwawwa", "awwwwwlwwwwwlwwwww"], itertools.cycle(HYBRIDS), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"), [PATTERNS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in PATTERNS[1:])]
+)
+def test_a_hybrid_in_any_order_of_its_kinds_is_what_all_its_layers_give(pattern, name, monkeypatch):
     few = hybrid(pattern, HYBRIDS[name], monkeypatch)
     monkeypatch.setattr(Layers, "of", every_layer_of)
     whole = hybrid(pattern, HYBRIDS[name], monkeypatch)
