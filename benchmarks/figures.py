@@ -25,6 +25,8 @@ class Figures(NamedTuple):
     net: int  # also without the memory resident after the imports
     cold: float  # seconds from process start to the end of its first step, without a compiler cache
     warm: float | None  # with a compiler cache: the median
+    cpu: float | None  # CPU seconds of a step, of all threads and ranks: the median; None in results before 2026-11-26
+    cpu_to_ours: float | None  # titanlite's / its own, as `to_ours`: what other programs on the machine change less
 
 
 def state_bytes(parameters: int, precision: str) -> int:
@@ -54,7 +56,7 @@ def figures(result: dict[str, Any]) -> dict[str, Figures]:
     tokens = job["accumulate"] * job["batch"] * job["seq"] * result["steps"]
     product = result["matmul"]["flops"] * result["steps"] / statistics.median(result["matmul"]["seconds"])
     datasheet, state = result["datasheet_flops"], state_bytes(job["parameters"], job["precision"])
-    ours = result["contestants"][OURS]["seconds"]
+    ours, our_cpu = (result["contestants"][OURS].get(kind) for kind in ("seconds", "cpu_seconds"))
     found = {}
     for name, raw in result["contestants"].items():
         speed = statistics.median(tokens / seconds for seconds in raw["seconds"])
@@ -82,6 +84,8 @@ def figures(result: dict[str, Any]) -> dict[str, Figures]:
             net=peak - state - memory["import"][kind],
             cold=raw["first_step"]["cold"],
             warm=statistics.median(raw["first_step"]["warm"]) if raw["first_step"]["warm"] else None,
+            cpu=statistics.median(raw["cpu_seconds"]) / result["steps"] if our_cpu else None,
+            cpu_to_ours=statistics.median(a / b for a, b in zip(our_cpu, raw["cpu_seconds"], strict=True)) if our_cpu else None,
         )
     return found
 
@@ -94,6 +98,8 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     header += ["MFU causal", "MFU PaLM", "HFU"] if sheet else []
     header += ["causal / matmul", "PaLM / matmul", "HFU / matmul"]
     header += ["peak GB", "above state", "less libraries", "first step cold s", "warm s"]
+    timed = found[OURS].cpu is not None
+    header += ["CPU s a step", "titanlite is"] if timed else []
     rows = [header]
     for name, f in sorted(found.items(), key=lambda item: -item[1].tokens_per_second):
         row = [name, f"{f.tokens_per_second:,.0f}", f"{f.to_ours:.3f}", f"{1 / f.to_ours:.2f} x"]
@@ -101,6 +107,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
         row += [_percent(share) for share in (f.matmul_causal, f.matmul_palm, f.matmul_hfu)]
         row += [f"{size / 1e9:.2f}" for size in (f.peak, f.above_state, f.net)]
         row += [f"{f.cold:.1f}", "-" if f.warm is None else f"{f.warm:.1f}"]
+        row += [f"{f.cpu:.3f}", f"{1 / f.cpu_to_ours:.2f} x"] if timed else []
         rows.append(row)
     return rows
 

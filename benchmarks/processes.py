@@ -71,7 +71,7 @@ class Process:
         self.first_step = time.perf_counter() - begin
 
     def run(self, first: int, steps: int) -> dict[str, Any]:
-        """Steps `first`, `first` + 1, ...: seconds of the slowest rank, losses of the whole batch, memory of all ranks."""
+        """Steps `first`, `first` + 1, ...: seconds of the slowest rank, losses of the batch, CPU seconds and memory of all."""
         self._signal(signal.SIGCONT)
         for rank in range(self.job.ranks):
             self._say(rank, {"first": first, "steps": steps})
@@ -120,6 +120,7 @@ class Process:
         together["memory"] = {name: sum(a["memory"][name] for a in answers) for name in answers[0]["memory"]}
         if "seconds" in together:
             together["seconds"] = max(answer["seconds"] for answer in answers)
+            together["cpu_seconds"] = sum(answer["cpu_seconds"] for answer in answers)
             # each rank's loss is its share of the whole batch's
             together["losses"] = [sum(parts) for parts in zip(*(answer["losses"] for answer in answers), strict=True)]
         return together

@@ -299,6 +299,7 @@ class Session:
                 "memory": {"import": process.imported["memory"], "build": process.built["memory"]},
                 "losses": losses,
                 "seconds": [],
+                "cpu_seconds": [],
             }
             if self.apart:
                 process.close()
@@ -329,7 +330,8 @@ class Session:
                 if number == 0:
                     raise
                 say(f"interrupted: the results below are of {number} of {self.args.rounds} rounds")
-                for seconds in [self.products, *(found["seconds"] for found in self.found.values())]:
+                of_turns = [found[kind] for found in self.found.values() for kind in ("seconds", "cpu_seconds")]
+                for seconds in [self.products, *of_turns]:
                     del seconds[number:]
                 return number
         return self.args.rounds
@@ -352,6 +354,7 @@ class Session:
                 continue
             found = self.found[name]
             found["seconds"].append(answer["seconds"])
+            found["cpu_seconds"].append(answer["cpu_seconds"])
             before = found["memory"].get("peak", {})
             found["memory"]["peak"] = {kind: max(size, before.get(kind, 0)) for kind, size in answer["memory"].items()}
         speeds = {name: self.jobs[name].step_tokens() * steps / found["seconds"][-1] for name, found in self.found.items()}

@@ -171,7 +171,7 @@ class Cache:
 
 TILES: Final = "tiles"  # `_attend_by_tiles`
 FLEX_FLASH: Final = "flex_flash"  # FlexAttention by FlashAttention 4's kernels instead of Triton's, for block masks
-_TILE = 64  # queries
+_TILE = 128  # queries
 Backend = SDPBackend | Literal["tiles", "flex_flash"]
 
 
@@ -246,22 +246,46 @@ def _attend_by_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
 
 
 def _attend_by_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention, one tile of queries at a time over the keys that the tile attends to, with float32 scores.
+    """Causal attention, one tile of queries at a time over the keys that the tile attends to.
 
     When compiled, it is faster than the CPU flash kernel for a few hundred tokens in bfloat16, because the blocks of that
     kernel are too large for them. It is slower for long sequences.
     """
-    groups, length = q.shape[1] // k.shape[1], q.shape[2]
-    q, wide = (q * (scale or q.shape[-1] ** -0.5)).float(), k.float()
-    index, tiles = torch.arange(length, device=q.device), []
+    groups, length, scale = q.shape[1] // k.shape[1], q.shape[2], scale or q.shape[-1] ** -0.5
+    # (batch, kv heads, queries x groups, head_dim): the rows of a tile are neighbors, so a tile is a view
+    rows = q.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
+    key, tiles = torch.arange(length, device=q.device), []
+    query = torch.arange(length * groups, device=q.device) // groups
     for start in range(0, length, _TILE):
         stop = min(start + _TILE, length)
-        rows = q[:, :, start:stop].unflatten(1, (-1, groups)).flatten(2, 3)  # (batch, kv heads, groups x tile, head_dim)
-        scores = rows @ wide[:, :, :stop].transpose(-2, -1)
-        visible = (index[start:stop, None] >= index[:stop]).repeat(groups, 1)
-        weights = torch.where(visible, scores, -math.inf).softmax(dim=-1).type_as(v)
-        tiles.append((weights @ v[:, :, :stop]).unflatten(2, (groups, -1)).flatten(1, 2))
-    return torch.cat(tiles, dim=2)
+        part = slice(start * groups, stop * groups)
+        weights = _TileWeights.apply(rows[:, :, part], k[:, :, :stop], query[part, None] >= key[:stop], scale)
+        tiles.append(weights @ v[:, :, :stop])
+    return torch.cat(tiles, dim=2).unflatten(2, (length, groups)).transpose(2, 3).flatten(1, 2)
+
+
+class _TileWeights(torch.autograd.Function):
+    """Softmax of the float32 scores of q (..., queries, head_dim) and k (..., keys, head_dim), in the precision of q.
+
+    Autograd would keep float32 weights and multiply float32 gradients of the scores. This keeps the rounded weights, which the
+    product with the values keeps anyway, and rounds those gradients, as flash attention does.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+        scores = q.float() @ k.float().transpose(-2, -1) * scale
+        weights = torch.where(visible, scores, -math.inf).softmax(dim=-1).type_as(q)
+        ctx.save_for_backward(q, k, weights)
+        ctx.scale = scale
+        return weights
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        q, k, weights = ctx.saved_tensors
+        weights = weights.float()
+        weighted = weights * gradient
+        of_scores = ((weighted - weights * weighted.sum(dim=-1, keepdim=True)) * ctx.scale).type_as(q)
+        return of_scores @ k, of_scores.transpose(-2, -1) @ q, None, None
 
 
 def _dense(mask: BlockMask) -> Tensor:

@@ -306,7 +306,7 @@ def test_flex_attention_is_asked_for_the_kernel_that_was_chosen(monkeypatch):
     assert asked == [{"BACKEND": "FLASH"}, None]
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_tiles_are_the_mathematics_at_every_length(length, scale):
     parts, results = [torch.randn(2, heads, length, 16, dtype=torch.float64) for heads in (6, 2, 2)], []
@@ -316,6 +316,26 @@ def test_tiles_are_the_mathematics_at_every_length(length, scale):
         (result * torch.linspace(-1, 1, length)[:, None]).sum().backward()
         results.append([result.detach(), q.grad, k.grad, v.grad])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)  # scores are float32
+
+
+def test_tiles_keep_16_bits_and_are_as_exact_as_flash():
+    shapes = [(2, heads, 200, 32) for heads in (8, 4, 4, 8)]
+    *parts, gradient = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+    parts[0] *= 4  # scores with a deviation of 4, which 16 bits would round by a hundredth
+    kept: list[torch.dtype] = []
+
+    def results(backend: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        q, k, v = (part.bfloat16().to(dtype).requires_grad_() for part in parts)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.dtype) or x, lambda x: x):
+            result = attend(q, k, v, None, None, None, backend)
+        gradients = torch.autograd.grad(result, (q, k, v), gradient.bfloat16().to(dtype))
+        return dict(zip(["result", "q", "k", "v"], [result.detach(), *gradients], strict=True))
+
+    tiles = results(TILES, torch.bfloat16)
+    assert set(kept) == {torch.bfloat16}
+    exact, flash = results(SDPBackend.MATH, torch.float64), results(SDPBackend.FLASH_ATTENTION, torch.bfloat16)
+    for name, value in exact.items():
+        assert differ({name: tiles[name]}, {name: value}) < 2 * differ({name: flash[name]}, {name: value}), name
 
 
 @pytest.mark.parametrize(

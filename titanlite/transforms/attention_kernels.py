@@ -42,9 +42,9 @@ KERNELS = {
 # cuDNN's kernels are the fastest on Hopper (compute capability 9), and slower than FlashAttention's on Ampere and no faster on
 # Ada (six GPUs measured in huggingface/transformers pull request 48163).
 _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "efficient", "math")
-# Where compiled tiles beat the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, two cores,
-# sequences of 128, 256, 512, 1,024: 9, 15, 25, 49 ms against 27, 19, 35, 37; in float32 they never do (benchmarks/NOTES.md).
-# With AMX, which multiplies the bfloat16 of the flash kernel and not the float32 of tiles, they did not on a Xeon.
+# Compiled tiles are faster than the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, one
+# thread, sequences of 256 and 512: 13 and 22 ms of CPU time against 31 and 53 (benchmarks/NOTES.md). Longer sequences have more
+# tiles to compile. Earlier tiles were never faster in float32, nor on a Xeon with AMX; today's were not measured there.
 _LONGEST_FOR_TILES = 512
 _NARROWEST_FOR_FLEX = 16  # head_dim
 
