@@ -99,19 +99,20 @@ class Stream(Protocol):
 class Metric(Protocol):
     """`metrics.extra`: numbers for each report.
 
-    def metric(model, microbatch, **options) -> dict[str, float | tuple[float, float]]
+    def metric(model, microbatches, **options) -> dict[str, float | tuple[float, float]]
 
     Every rank calls it at reports, after validation, without gradients and dropout. NAME is reported as extra/NAME: the sum
     over ranks divided by the count over ranks, null where that is not finite. A pair (sum, count) gives the mean of what was
     counted, on every mesh the same where all that a name counts has as many copies; a number is the pair (number, 1).
     """
 
-    def __call__(self, model: "nn.Module", microbatch: object) -> "dict[str, float | tuple[float, float]]":
-        """model: a Decoder of models/decoder.py with this rank's shards; of a pipeline, its stages, which must not be called.
+    def __call__(self, model: "nn.Module", microbatches: Sequence[Any]) -> "dict[str, float | tuple[float, float]]":
+        """model: a Decoder of models/decoder.py with this rank's shards; in a pipeline, with the blocks of this rank's stages.
 
-        microbatch: this rank's part of the step's last one: inputs (batch, seq) int64, labels (batch, seq) int64 with -100
-        where there are none, and seq, so that model(microbatch.inputs, microbatch.seq) is the forward pass. All ranks call the
-        model, or none: FSDP gathers its parameters from all of them.
+        microbatches: this rank's part of the step. Each has inputs (batch, seq) int64, labels (batch, seq) int64 with -100
+        where there are none, and seq, so that model(each.inputs, each.seq) is the forward pass. In a pipeline the model cannot
+        be called, and model.pipeline.evaluate(microbatches) runs the forward passes of all. All ranks run the same forward
+        passes, or none: FSDP gathers parameters from all of them.
         """
         ...
 
