@@ -150,7 +150,8 @@ class Optimizer(Protocol):
 
     params: groups, each a dict with pairs (name, parameter) in "params", its "weight_decay" if the class takes one, and more.
     lr and weight_decay belong into the defaults given to `torch.optim.Optimizer.__init__`; `group["lr"]` is set before each
-    step. On a mesh, parameters and gradients are DTensors. Gradients are float32, averaged and clipped.
+    step. On a mesh, parameters and gradients are DTensors. Gradients are float32, averaged and clipped. `group` is passed where
+    it is an argument: the process group of the ranks that have the same layers, None where all have.
     """
 
     def step(self, closure: None = None) -> None:

@@ -8,6 +8,8 @@ from torch.utils.data import IterableDataset
 
 from models.attention import AttentionCore, visibility
 from models.split import gather_sequence
+from titanlite.optim.whole_matrices import Redistribution
+from titanlite.transforms.shards import local_part
 
 
 class Lion(torch.optim.Optimizer):
@@ -27,6 +29,31 @@ class Lion(torch.optim.Optimizer):
                 direction = torch.lerp(p.grad, state["mean"], self.betas[0]).sign()
                 p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
                 state["mean"].lerp_(p.grad, 1 - self.betas[1])
+
+
+class SpectralDescent(torch.optim.Optimizer):
+    """Each matrix moves by its gradient, divided by its largest singular value; what is no matrix moves by the sign."""
+
+    def __init__(self, params, lr: float, group=None):
+        super().__init__(params, {"lr": lr})
+        self.matrices = [p for each in self.param_groups for p in each["params"] if p.ndim == 2]
+        self.whole = Redistribution(self.matrices, group)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        for bucket in self.whole.buckets([*range(len(self.matrices))]):
+            matrices = [self.matrices[number] for number in bucket.parameters]
+            directions = self.whole.map(bucket, [local_part(p.grad) for p in matrices], normalized)
+            for p, direction in zip(matrices, directions, strict=True):
+                local_part(p).sub_(direction, alpha=rates[p])
+        for p, rate in rates.items():
+            if p.ndim != 2:
+                p.sub_(p.grad.sign(), alpha=rate)
+
+
+def normalized(wholes):  # (matrices, rows, columns)
+    return wholes / torch.linalg.matrix_norm(wholes, ord=2, keepdim=True).clamp(min=1e-12)
 
 
 def inverse_sqrt(step: int, start: int, end: int, power: float = 0.5) -> float:
