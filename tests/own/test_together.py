@@ -4,19 +4,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import config_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run_config, stored
-from tests.own.parts import Lion
+from tests.own.parts import Lion, smoothed
 from tests.repetitions import slow_but
 from titanlite.parallel.mesh import ranks_of
 from titanlite.transforms.shards import local_part
 from titanlite.verify.compare import compare
 
-RUNS = "tests.own.data_runs"
+RUNS, LION, SMOOTHED = "tests.own.data_runs", "tests.own.parts:Lion", "tests.own.parts:smoothed"
 PARTS: dict[str, Any] = {
-    "optimizer": {"name": "tests.own.parts:Lion", "lr": 1e-3},
+    "optimizer": {"name": LION, "lr": 1e-3},
     "lr_scheduler": {
         "warmup_steps": 1,
         "total_steps": 4,
@@ -24,7 +25,7 @@ PARTS: dict[str, Any] = {
         "options": {"power": 0.7},
     },
 }
-TRAINING = {"loss": "tests.own.parts:smoothed", "loss_options": {"share": 0.2}}
+TRAINING = {"loss": SMOOTHED, "loss_options": {"share": 0.2}}
 MOE = {"name": "tests.tiny_moe"}
 CELLS: dict[str, tuple[Degrees, dict[str, Any], int]] = {
     "2 x 2": (TWO_BY_TWO, {}, 1),
@@ -34,17 +35,17 @@ CELLS: dict[str, tuple[Degrees, dict[str, Any], int]] = {
 }
 
 
-def sections_of(cell: str, optimizer: str = "tests.own.parts:Lion") -> dict[str, Any]:
+def sections_of(cell: str, optimizer: str = LION) -> dict[str, Any]:
     return {**PARTS, "optimizer": {**PARTS["optimizer"], "name": optimizer}, "model": CELLS[cell][1]}
 
 
-def excessive(pools: dict[int, Pool], cell: str, **optimizer: str) -> list[str]:
+def excessive(pools: dict[int, Pool], cell: str, optimizer: str = LION, loss: str = SMOOTHED) -> list[str]:
     """What differs by more than rounding from one process."""
     degrees, _, accumulation = CELLS[cell]
     found = []
     for mesh, microbatches in ((degrees, accumulation), (ONE, 1)):
-        training = {**TRAINING, "steps": 4, "dataset": "tests.own.parts:Sums"}
-        config = config_of(mesh, accumulation=microbatches, training=training, **sections_of(cell, **optimizer))
+        training = {**TRAINING, "steps": 4, "loss": loss, "dataset": "tests.own.parts:Sums"}
+        config = config_of(mesh, accumulation=microbatches, training=training, **sections_of(cell, optimizer))
         found.append(pools[ranks_of(mesh)].run(f"{RUNS}:trajectory", degrees=mesh, config=config)[0])
     comparison = compare(*found)
     assert comparison.of("gradients")
@@ -85,5 +86,39 @@ class OfTheShard(Lion):
         super().step(closure)
 
 
-def test_state_that_is_read_by_the_shard_is_found_where_meshes_are_compared(pools):
-    assert excessive(pools, "2 x 2", optimizer=f"{__name__}:OfTheShard")
+class OfTheRank(Lion):
+    """Moves further on other ranks."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - group["lr"] * dist.get_rank())
+
+
+def loss_of_the_rank(logits, labels, share: float = 0.1):
+    return smoothed(logits, labels, share) * (1 + dist.get_rank())
+
+
+WRONG = {
+    "an optimizer of the shard": {"optimizer": f"{__name__}:OfTheShard"},
+    "an optimizer of the rank": {"optimizer": f"{__name__}:OfTheRank"},
+    "a loss of the rank": {"loss": f"{__name__}:loss_of_the_rank"},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_depends_on_the_rank_or_its_shard_is_found_where_meshes_are_compared(pools, case):
+    assert excessive(pools, "2 x 2", **WRONG[case])
+
+
+def decay_of_the_rank(step, start, end):
+    return 1.0 if dist.get_rank() == 0 else 0.9
+
+
+def test_a_decay_that_differs_between_ranks_is_refused_at_the_start(pools, tmp_path):
+    schedule = {"decay_type": f"{__name__}:decay_of_the_rank", "min_lr_factor": 0.1}
+    config = run_config({"dp_shard": 2}, tmp_path, 4, lr_scheduler=schedule)
+    with pytest.raises(WorkerFailure, match=r'decay_of_the_rank": differs between ranks; .*test_together.py, line \d+\)'):
+        pools[2].run("tests.distributed.scenarios:full_run", degrees={"dp_shard": 2}, config=config)
