@@ -21,10 +21,7 @@ from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
 from titanlite.registry.own import check_trust, source_of_parts
 
-METRICS = {
-    "extra": ["tests.own.parts:mean_square", "tests.own.parts:logit_entropy"],
-    "extra_options": {"logit_entropy": {"rows": 8}},
-}
+METRICS = {"extra": ["tests.own.parts:mean_square", "tests.own.parts:logit_entropy"]}
 
 
 def with_own_code(metrics: dict[str, Any] | None = None, hooks: list[str] | None = None) -> Config:
