@@ -62,7 +62,7 @@ class Map(Protocol):
     class Map: def __init__(self, [seq_len,] **options)
 
     A class, or a function that returns such an object; `seq_len` is passed where it is an argument. Every rank and every data
-    worker makes an object of its own by this name, so that it needs not be pickled, and reads any samples in any order: `read`
+    worker makes an object of its own by this name, so that it need not be pickled, and reads any samples in any order: `read`
     must be a function of `i` and the options. With `__len__` it has epochs, each in an order of its own; without, sample i is
     the i-th that is drawn. An attribute `fingerprint`, a text, may identify what else it reads, such as files: a resume with
     another one is refused.
@@ -149,7 +149,7 @@ class Optimizer(Protocol):
         def __init__(self, params, lr, weight_decay=0.0, **options)
 
     params: groups, each a dict with pairs (name, parameter) in "params", its "weight_decay" if the class takes one, and more.
-    lr and weight_decay belong into the defaults given to `torch.optim.Optimizer.__init__`; `group["lr"]` is set before each
+    lr and weight_decay belong in the defaults given to `torch.optim.Optimizer.__init__`; `group["lr"]` is set before each
     step. On a mesh, parameters and gradients are DTensors. Gradients are float32, averaged and clipped. `group` is passed where
     it is an argument: the process group of the ranks that have the same layers, None where all have.
     """
