@@ -62,7 +62,7 @@ class Map(Protocol):
     class Map: def __init__(self, [seq_len,] **options)
 
     A class, or a function that returns such an object; `seq_len` is passed where it is an argument. Every rank and every data
-    worker makes an object of its own by this name, so that it needs not be pickled, and reads any samples in any order: `read`
+    worker makes an object of its own by this name, so that it need not be pickled, and reads any samples in any order: `read`
     must be a function of `i` and the options. With `__len__` it has epochs, each in an order of its own; without, sample i is
     the i-th that is drawn. An attribute `fingerprint`, a text, may identify what else it reads, such as files: a resume with
     another one is refused.
@@ -99,19 +99,20 @@ class Stream(Protocol):
 class Metric(Protocol):
     """`metrics.extra`: numbers for each report.
 
-    def metric(model, microbatch, **options) -> dict[str, float | tuple[float, float]]
+    def metric(model, microbatches, **options) -> dict[str, float | tuple[float, float]]
 
     Every rank calls it at reports, after validation, without gradients and dropout. NAME is reported as extra/NAME: the sum
     over ranks divided by the count over ranks, null where that is not finite. A pair (sum, count) gives the mean of what was
     counted, on every mesh the same where all that a name counts has as many copies; a number is the pair (number, 1).
     """
 
-    def __call__(self, model: "nn.Module", microbatch: object) -> "dict[str, float | tuple[float, float]]":
-        """model: a Decoder of models/decoder.py with this rank's shards; of a pipeline, its stages, which must not be called.
+    def __call__(self, model: "nn.Module", microbatches: Sequence[Any]) -> "dict[str, float | tuple[float, float]]":
+        """model: a Decoder of models/decoder.py with this rank's shards; in a pipeline, with the blocks of this rank's stages.
 
-        microbatch: this rank's part of the step's last one: inputs (batch, seq) int64, labels (batch, seq) int64 with -100
-        where there are none, and seq, so that model(microbatch.inputs, microbatch.seq) is the forward pass. All ranks call the
-        model, or none: FSDP gathers its parameters from all of them.
+        microbatches: this rank's part of the step. Each has inputs (batch, seq) int64, labels (batch, seq) int64 with -100
+        where there are none, and seq, so that model(each.inputs, each.seq) is the forward pass. In a pipeline the model cannot
+        be called, and model.pipeline.evaluate(microbatches) runs the forward passes of all. All ranks run the same forward
+        passes, or none: FSDP gathers parameters from all of them.
         """
         ...
 
@@ -148,8 +149,9 @@ class Optimizer(Protocol):
         def __init__(self, params, lr, weight_decay=0.0, **options)
 
     params: groups, each a dict with pairs (name, parameter) in "params", its "weight_decay" if the class takes one, and more.
-    lr and weight_decay belong into the defaults given to `torch.optim.Optimizer.__init__`; `group["lr"]` is set before each
-    step. On a mesh, parameters and gradients are DTensors. Gradients are float32, averaged and clipped.
+    lr and weight_decay belong in the defaults given to `torch.optim.Optimizer.__init__`; `group["lr"]` is set before each
+    step. On a mesh, parameters and gradients are DTensors. Gradients are float32, averaged and clipped. `group` is passed where
+    it is an argument: the process group of the ranks that have the same layers, None where all have.
     """
 
     def step(self, closure: None = None) -> None:

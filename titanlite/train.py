@@ -51,6 +51,7 @@ from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.balance import load as expert_load
 from titanlite.optim.balance import routing
 from titanlite.optim.ema import ema_of
+from titanlite.optim.lr_schedule import check_ranks
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
@@ -105,6 +106,7 @@ def train(
     load = functools.partial(restore, setting, model, optimizer, loss_scale, saves)
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
+    check_ranks(schedule, config)
     progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0 commits checkpoints, with its own
     own_code.call("after_building", model, config)
     facts = derived_values(setting, mesh, model, schedule, progress)

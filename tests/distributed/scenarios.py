@@ -23,7 +23,7 @@ from titanlite.data.mixture import Data
 from titanlite.loop.step import build_model, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import named_state
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, stage_group
 from titanlite.registry.family import family_of, load_family
 from titanlite.train import train
 from titanlite.transforms.initialize import fill
@@ -117,7 +117,7 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int, rate: f
     """Weights and state, whole, after steps whose gradients are a function of name, step and position; `... at first`."""
     torch._dynamo.reset()  # workers live on, and each optimizer is compiled again
     model = build_model(family_of(config.model), config, mesh_of(degrees), CPU)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, group=stage_group(mesh_of(degrees)))
     before = {f"{name} at first": whole(p) for name, p in model.named_parameters()}
     for step in range(steps):
         for name, p in model.named_parameters():

@@ -21,12 +21,14 @@ from titanlite.transforms.shards import local_part
 
 HERE = "tests.distributed.test_own_optimizer"
 LION: dict[str, Any] = {"name": "tests.own.parts:Lion", "options": {"betas": [0.9, 0.98]}}
+WHOLE = {"name": "tests.own.parts:SpectralDescent", "weight_decay": 0.0}
 DENSE, MOE = {"name": "tests.tiny", "flavor": "uneven"}, {"name": "tests.tiny_moe", "flavor": "plain"}
 CELLS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
     "2 x 2": (TWO_BY_TWO, DENSE),
     "shard 4": ({"dp_shard": 4}, DENSE),
     "cp 2": ({"cp": 2}, DENSE),
     "pp 2": ({"pp": 2}, DENSE),
+    "pp 2 x shard 2": ({"pp": 2, "dp_shard": 2}, DENSE),
     "ep 2": ({"dp_shard": 2, "ep": 2}, MOE),
     "shard 4, ep 2": ({"dp_shard": 4, "ep": 2}, MOE),
 }
@@ -40,12 +42,12 @@ def three_steps(degrees: dict[str, int], config: Config) -> dict[str, Tensor]:
     return given_gradients(degrees, config, 3)
 
 
-@pytest.mark.parametrize("cell", slow_but(["2 x 2", "pp 2", "cp 2", "ep 2"], CELLS))
-@pytest.mark.parametrize("optimizer", [LION, {"name": "torch.optim:RAdam"}], ids=["Lion", "RAdam"])
+@pytest.mark.parametrize("cell", slow_but(["2 x 2", "pp 2 x shard 2", "cp 2", "ep 2"], CELLS))
+@pytest.mark.parametrize("optimizer", [LION, {"name": "torch.optim:RAdam"}, WHOLE], ids=["Lion", "RAdam", "whole matrices"])
 def test_the_same_gradients_give_the_weights_and_state_of_one_process(pools, cell, optimizer):
     degrees, model = CELLS[cell]
     expected = pools[1].run(f"{HERE}:three_steps", degrees=ONE, config=configured(ONE, optimizer, model))[0]
-    config = configured(degrees, optimizer, model, 4 if "pp" in degrees else 1)
+    config = configured(degrees, optimizer, model, 2 if "pp" in degrees else 1)
     stages = pools[ranks_of(degrees)].run(f"{HERE}:three_steps", degrees=degrees, config=config)
     found = {name: tensor for stage in stages for name, tensor in stage.items()}
     assert found.keys() == expected.keys()

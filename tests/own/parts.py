@@ -1,8 +1,15 @@
 """Parts of one's own, as a user writes them from docs/guides/own_parts.md alone."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
+
+from models.attention import AttentionCore, visibility
+from models.split import gather_sequence
+from titanlite.optim.whole_matrices import Redistribution
+from titanlite.transforms.shards import local_part
 
 
 class Lion(torch.optim.Optimizer):
@@ -22,6 +29,31 @@ class Lion(torch.optim.Optimizer):
                 direction = torch.lerp(p.grad, state["mean"], self.betas[0]).sign()
                 p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
                 state["mean"].lerp_(p.grad, 1 - self.betas[1])
+
+
+class SpectralDescent(torch.optim.Optimizer):
+    """Each matrix moves by its gradient, divided by its largest singular value; what is no matrix moves by the sign."""
+
+    def __init__(self, params, lr: float, group=None):
+        super().__init__(params, {"lr": lr})
+        self.matrices = [p for each in self.param_groups for p in each["params"] if p.ndim == 2]
+        self.whole = Redistribution(self.matrices, group)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        for bucket in self.whole.buckets([*range(len(self.matrices))]):
+            matrices = [self.matrices[number] for number in bucket.parameters]
+            directions = self.whole.map(bucket, [local_part(p.grad) for p in matrices], normalized)
+            for p, direction in zip(matrices, directions, strict=True):
+                local_part(p).sub_(direction, alpha=rates[p])
+        for p, rate in rates.items():
+            if p.ndim != 2:
+                p.sub_(p.grad.sign(), alpha=rate)
+
+
+def normalized(wholes):  # (matrices, rows, columns)
+    return wholes / torch.linalg.matrix_norm(wholes, ord=2, keepdim=True).clamp(min=1e-12)
 
 
 def inverse_sqrt(step: int, start: int, end: int, power: float = 0.5) -> float:
@@ -92,7 +124,7 @@ class Walks(IterableDataset):
         return [{"rows": sum(state["rows"] for state in states) // degree}] * degree
 
 
-def mean_square(model, microbatch):
+def mean_square(model, microbatches):
     """The mean square of each weight matrix. A rank sums its own shards."""
     sums = {}
     for name, p in model.named_parameters():
@@ -102,14 +134,54 @@ def mean_square(model, microbatch):
     return sums
 
 
-def logit_entropy(model, microbatch, rows: int = 1):
-    """The mean entropy of the predictions, in nats, of the first rows of the microbatch."""
+def logit_entropy(model, microbatches):
+    """The mean entropy of the predictions, in nats."""
     if model.pipeline is not None:
         return {}  # a stage cannot run alone
-    hidden = model(microbatch.inputs, microbatch.seq)
-    logs = model.head(hidden[:rows]).float().log_softmax(dim=-1)
-    entropies = -(logs.exp() * logs).sum(dim=-1)
-    return {"logit_entropy": (entropies.sum().item(), entropies.numel())}
+    total, count = 0.0, 0
+    for each in microbatches:
+        for row in model(each.inputs, each.seq).split(1):  # logits are large
+            logs = model.head(row).float().log_softmax(dim=-1)
+            total -= (logs.exp() * logs).sum().item()
+            count += logs.shape[:-1].numel()
+    return {"logit_entropy": (total, count)}
+
+
+def head_entropy(model, microbatches, every: int = 8):
+    """The mean entropy of each head's attention weights, in nats, over the queries at every 8th position of the sequences.
+
+    For causal attention without a window, a softcap or sinks.
+    """
+    found = {}  # (layer, first head of this rank) -> entropies (heads, queries) of each forward pass
+
+    def watched(name, attention, q, k, v, seq):  # q, k, v: (batch, seq, heads, head_dim) of this rank, after RoPE
+        where, keys = torch.arange(q.shape[1], device=q.device), k
+        keys_at = where
+        if seq.split is not None:  # context parallelism: this rank has some positions, and gathers the keys of all
+            where, keys = seq.split.positions, gather_sequence(k, seq.split)
+            keys_at = gather_sequence(where[None], seq.split)[0]
+        chosen, heads = where % every == 0, q.shape[2]
+        keys = keys.repeat_interleave(heads // k.shape[2], dim=2).float()
+        scores = torch.einsum("bqhd,bkhd->hbqk", q[:, chosen].float(), keys) / attention.head_dim**0.5
+        row = torch.arange(len(q), device=q.device)[:, None, None]
+        seen = visibility(seq.documents, None)(row, None, where[chosen][:, None], keys_at)
+        entropies = torch.special.entr(scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)).sum(dim=-1)
+        first = torch.distributed.get_rank() % (attention.n_heads // heads) * heads  # tensor parallelism splits heads
+        found.setdefault((name, first), []).append(entropies.flatten(1))
+        return type(attention).core(attention, q, k, v, seq)
+
+    parts = {name: each for name, each in model.layers.named_modules() if isinstance(each, AttentionCore)}
+    for name, each in parts.items():
+        each.core = partial(watched, name, each)
+    if model.pipeline is not None:
+        model.pipeline.evaluate(microbatches)
+    else:
+        for each in microbatches:
+            model(each.inputs, each.seq)
+    for each in parts.values():
+        del each.core
+    rows = {(name, first + i): row for (name, first), e in found.items() for i, row in enumerate(torch.cat(e, dim=1))}
+    return {f"head_entropy/{name}.{head}": (row.sum().item(), row.numel()) for (name, head), row in rows.items()}
 
 
 def after_step(step, model, optimizer):

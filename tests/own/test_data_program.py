@@ -1,4 +1,4 @@
-"""A run with data of the user's own as a user starts it: a rank is killed and the run goes on; its samples are shown."""
+"""A run with parts of the user's own as a user starts it: a rank is killed and the run goes on."""
 
 from pathlib import Path
 
@@ -23,7 +23,11 @@ class Killed(KIND):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().METHOD(*numbers)
 """
-KEYS = ("--training.dataset=my_parts:Killed", "--training.steps=10", "--checkpoint.interval=2")
+KEYS = (
+    *("--training.dataset=my_parts:Killed", "--training.steps=10", "--checkpoint.interval=2"),
+    *("--optimizer.name=my_parts:Lion", "--training.loss=my_parts:smoothed", "--lr_scheduler.decay_type=my_parts:inverse_sqrt"),
+    *('--metrics.extra=["my_parts:head_entropy"]', '--hooks.modules=["my_parts"]'),
+)
 
 
 @pytest.mark.parametrize(("kind", "method"), [("Sums", "read"), ("Walks", "state_dict")])

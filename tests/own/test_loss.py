@@ -1,8 +1,13 @@
 """A loss of the user's own: what is refused before any process starts. distributed/test_own_loss.py trains with one."""
 
+import importlib
+import logging
+import threading
+
 import pytest
 
 from tests.distributed.scenarios import config_of
+from titanlite.loop import checks
 from titanlite.loop.loss import faults
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
@@ -38,3 +43,23 @@ def test_a_wrong_loss_is_one_message_with_its_key_and_place(case, tmp_path, monk
 
 def test_a_right_loss_is_not_refused():
     assert faults_of("tests.own.parts:smoothed", share=0.2) == []
+
+
+def test_a_part_that_does_not_return_is_named_with_its_line(tmp_path, monkeypatch, caplog):
+    file = tmp_path / "endless_loss.py"
+    file.write_text("def loss(logits, labels):\n    returning.wait(600)\n    return logits.logsumexp(-1)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(checks, "_PATIENCE", 0.05)
+    returning = importlib.import_module("endless_loss").returning = threading.Event()
+    warn = checks.log.warning
+
+    def warning(*args):
+        warn(*args)
+        if str(file) in args:
+            returning.set()
+
+    monkeypatch.setattr(checks.log, "warning", warning)
+    config = config_of({}, "large", job={"dump_folder": str(tmp_path)}, training={"loss": "endless_loss:loss"})
+    with caplog.at_level(logging.WARNING):
+        assert checks.check(config, "run.toml", 1, open_files=False) == []
+    assert f"checking loss: waiting for {file}, line 2" in caplog.text

@@ -21,10 +21,7 @@ from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
 from titanlite.registry.own import check_trust, source_of_parts
 
-METRICS = {
-    "extra": ["tests.own.parts:mean_square", "tests.own.parts:logit_entropy"],
-    "extra_options": {"logit_entropy": {"rows": 8}},
-}
+METRICS = {"extra": ["tests.own.parts:mean_square", "tests.own.parts:logit_entropy"]}
 
 
 def with_own_code(metrics: dict[str, Any] | None = None, hooks: list[str] | None = None) -> Config:
@@ -129,15 +126,15 @@ def test_a_wrong_module_of_hooks_is_refused_before_the_start(name, wrong):
 
 
 SIGNATURES = {
-    "arguments": ("def f(model):\n    pass\n", {}, r'metrics.extra = "wrong_code:f": must take model, microbatch,.*line 1\)'),
-    "missing": ("def g(model, microbatch):\n    pass\n", {}, r'metrics.extra = "wrong_code:f": .*wrong_code.py has no f'),
+    "arguments": ("def f(model):\n    pass\n", {}, r'metrics.extra = "wrong_code:f": must take model, microbatches,.*line 1\)'),
+    "missing": ("def g(model, microbatches):\n    pass\n", {}, r'metrics.extra = "wrong_code:f": .*wrong_code.py has no f'),
     "option": (
-        "def f(model, microbatch, rows=1):\n    pass\n",
+        "def f(model, microbatches, rows=1):\n    pass\n",
         {"f": {"row": 1}},
         "metrics.extra_options.f.row: .* did you mean",
     ),
     "options of nothing": (
-        "def f(model, microbatch):\n    pass\n",
+        "def f(model, microbatches):\n    pass\n",
         {"g": {}},
         "metrics.extra_options.g: metrics.extra has no such",
     ),
@@ -165,7 +162,7 @@ RESULTS = {
 def test_a_wrong_result_is_one_message_with_file_and_line(name, wrong, group_of_one):
     text, words = RESULTS[name]
     config = with_own_code({"extra": ["wrong_code:f"]}, ["tests.own.watching"])
-    wrong(f"def f(model, microbatch):\n    {text}\n")
+    wrong(f"def f(model, microbatches):\n    {text}\n")
     model = build_model(family_of(config.model), config, mesh_of(ONE), CPU)
     part = first_microbatch(config, mesh_of(ONE))
     batch = Batch(*(None if each is None else each[None] for each in part))
@@ -182,7 +179,7 @@ def test_a_hook_that_raises_ends_the_run_with_its_place(wrong):
 
 
 def test_two_metrics_of_one_name_are_refused(wrong):
-    wrong("def mean_square(model, microbatch):\n    pass\n")
+    wrong("def mean_square(model, microbatches):\n    pass\n")
     (fault,) = faults(with_own_code({"extra": [METRICS["extra"][0], "wrong_code:mean_square"]}))
     assert fault == 'metrics.extra: two functions have the name "mean_square"; rename one'
 

@@ -21,7 +21,7 @@ FILES = {Path(torch_private.__file__), Path(models.torch_private.__file__)}  # t
 # What is private to others, or is private by its spelling only.
 OTHERS = {
     "_replace", "_asdict", "_fields", "_field_defaults",  # of named tuples
-    "_exit", "_getframe",  # os, sys
+    "_exit", "_getframe", "_current_frames",  # os, sys
     "_output_child_to_const",  # jinja2, in data/prepare/chat.py
     "_option_string_actions", "_AppendAction",  # argparse, in tools/options.py
     "_strip_protocol",  # fsspec, in data/prepare/documents.py

@@ -3,6 +3,11 @@
 All faults are found before any process starts, and reported together. A check runs only where those that it needs have passed.
 """
 
+import contextlib
+import logging
+import sys
+import threading
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -13,7 +18,7 @@ from titanlite.config.effects import Hardware
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
 from titanlite.data import own, sources, tokenizer
-from titanlite.ground.errors import MachineFault, phase
+from titanlite.ground.errors import MachineFault, is_users, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
 from titanlite.loop import distillation, divergence, loss, own_code, resume
@@ -25,6 +30,10 @@ from titanlite.registry.check import Check, Subject, of_module
 from titanlite.registry.family import family_of, location_of
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 20.0  # seconds between two lines about code of the user's own that a check waits for
 
 
 def _family(subject: Subject) -> Iterable[str]:
@@ -120,7 +129,8 @@ def check(
     for each in (*CHECKS, *more):
         if not passed.issuperset(each.needs):
             continue
-        found = [*each.faults(subject)]
+        with _naming_slow_code(each.name):
+            found = [*each.faults(subject)]
         here = [fault for fault in found if elsewhere and isinstance(fault, MachineFault)]
         left += here
         refused += [fault for fault in found if fault not in here]
@@ -131,3 +141,22 @@ def check(
     if refused:
         raise Faults(path, refused)
     return left
+
+
+@contextlib.contextmanager
+def _naming_slow_code(check: str) -> Iterator[None]:
+    """Logs where a check is in the user's own code, every few seconds: a part of one's own may never return."""
+    checking, done = threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_PATIENCE):
+            frames = traceback.extract_stack(sys._current_frames()[checking])
+            last = max((number for number, frame in enumerate(frames) if frame.filename == __file__), default=len(frames))
+            if of_user := [frame for frame in frames[last:] if is_users(frame.filename)]:
+                log.warning("checking %s: waiting for %s, line %d", check, of_user[-1].filename, of_user[-1].lineno)
+
+    threading.Thread(target=watch, daemon=True, name="watch of the checks").start()
+    try:
+        yield
+    finally:
+        done.set()

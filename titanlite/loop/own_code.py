@@ -87,8 +87,8 @@ class OwnCode:
         found = [(part, part.numbers(step, dict(values))) for part in reporting]
         if self._metrics:
             with evaluating(model):
-                microbatch = to_microbatch(model, batch.microbatches()[-1])
-                found += [(part, part.numbers(model, microbatch)) for part in self._metrics]
+                microbatches = [to_microbatch(model, each) for each in batch.microbatches()]
+                found += [(part, part.numbers(model, microbatches)) for part in self._metrics]
         elif not reporting:
             return {}
         mine: dict[str, Pair] = {}
@@ -115,7 +115,7 @@ def _metrics_of(cfg: Metrics) -> list[Part]:
     found = []
     for name, short in zip(cfg.extra, names, strict=True):
         options, table = cfg.extra_options.get(short, {}), f"{EXTRA}_options.{short}"
-        found.append(Part(f'{EXTRA} = "{name}"', with_options(EXTRA, name, ("model", "microbatch"), options, table=table)))
+        found.append(Part(f'{EXTRA} = "{name}"', with_options(EXTRA, name, ("model", "microbatches"), options, table=table)))
     return found
 
 

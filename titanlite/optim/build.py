@@ -33,7 +33,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer `cfg.name`, with a parameter group for each pair of rate factor and weight decay. bfloat16 parameters are
     rounded according to `cfg.rounding`. For Muon all ranks of `group` together, those that have the same layers;
-    None: of the run.
+    None: of the run. An optimizer of the user's own gets the group if it has such an argument.
 
     Every trained parameter has zero moments from the start, also one that never gets a gradient: so every checkpoint of a run
     holds the same tensors, and a new process can read them. own.py has what an optimizer of the user's own does instead.
@@ -47,7 +47,7 @@ def build_optimizer(
     """
     trained, scale = {name: p for name, p in model.named_parameters() if p.requires_grad}, getattr(model, "lr_scale", {})
     if own.is_own(cfg):
-        return own.build_own(groups_of(trained, cfg, scale), cfg)
+        return own.build_own(groups_of(trained, cfg, scale), cfg, group)
     kernels = compiler if cfg.implementation == "fused" else None
     matrices = {name: p for name, p in trained.items() if is_orthogonalized(name, p, cfg)}
     rest = _adam(groups_of({name: p for name, p in trained.items() if name not in matrices}, cfg, scale), cfg, kernels)

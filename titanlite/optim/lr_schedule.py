@@ -1,12 +1,13 @@
 """The learning rate as a closed formula of the step: no state to save or restore."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from titanlite.config.schema import Config, LRScheduler
 from titanlite.ground.errors import UserError
 from titanlite.interfaces import Decay
+from titanlite.launch import process
 from titanlite.registry import own
 from titanlite.registry.family import location_of
 
@@ -114,11 +115,26 @@ def _fault_of_own(config: Config) -> str:
     """Why a decay of the user's own cannot be used; "" where every probed step has a rate, the same one at each call."""
     try:
         schedule = build_schedule(config)
-        first, last = schedule.decay_start + 1, schedule.decay_end
-        for step in (*range(first, last, 1 + (last - first) // _PROBES), last):
+        for step in _probed(schedule, _PROBES):
             if schedule.at(step) != schedule.at(step):
                 where = own.place(own.function_of(_KEY, config.lr_scheduler.decay_type))
                 return f'{_KEY} = "{config.lr_scheduler.decay_type}": returns two different values at step {step} ({where})'
     except UserError as error:
         return str(error)
     return ""
+
+
+def _probed(schedule: Schedule, most: int) -> Iterable[int]:
+    """Steps of the decay, evenly spread, and its last one."""
+    first, last = schedule.decay_start + 1, schedule.decay_end
+    return (*range(first, last, 1 + (last - first) // most), last)
+
+
+def check_ranks(schedule: Schedule, config: Config) -> None:
+    """Raises UserError where a decay of the user's own differs between ranks, whose copies of a weight would drift apart; all
+    ranks together."""
+    cfg = config.lr_scheduler
+    # rounded: the C libraries of two nodes may differ in the last bit
+    if ":" in cfg.decay_type and not process.same_everywhere(str([f"{schedule.at(n):.9g}" for n in _probed(schedule, 100)])):
+        where = own.place(own.function_of(_KEY, cfg.decay_type))
+        raise UserError(f'{_KEY} = "{cfg.decay_type}": differs between ranks; must depend on its arguments alone ({where})')

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,12 +29,12 @@ def is_own(cfg: Optimizer) -> bool:
     return ":" in cfg.name
 
 
-def build_own(groups: Groups, cfg: Optimizer) -> torch.optim.Optimizer:
-    """The class that `cfg.name` names, for these groups; `make_state` completes its state.
+def build_own(groups: Groups, cfg: Optimizer, ranks: dist.ProcessGroup | None = None) -> torch.optim.Optimizer:
+    """The class that `cfg.name` names, for these groups; `make_state` completes its state. ranks: those with the same layers.
 
     Raises UserError for state that does not follow the shards of this mesh.
     """
-    build = _constructor(cfg)
+    build = _constructor(cfg, ranks)
     optimizer = build(groups)
     optimizer.defaults["fused"] = False  # it takes no found_inf; the groups have their own copy of the value
     optimizer.register_step_pre_hook(_reach_all)
@@ -69,7 +70,7 @@ def state_bytes(name: str, parameter: Tensor, cfg: Optimizer) -> int:
     return sum(value.element_size() for value in state.values() if value.ndim)
 
 
-def _constructor(cfg: Optimizer) -> Build:
+def _constructor(cfg: Optimizer, ranks: dist.ProcessGroup | None = None) -> Build:
     """The class with its options. Raises UserError that lists all faults."""
     kind = own.part_of(KEY, cfg.name)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
@@ -78,7 +79,8 @@ def _constructor(cfg: Optimizer) -> Build:
     if closure and closure.default is closure.empty:
         raise UserError(f"{_title(cfg)}: its step needs a closure, which computes the loss again")
     takes = inspect.signature(kind).parameters
-    ours = {"lr": cfg.lr} | ({"weight_decay": cfg.weight_decay} if "weight_decay" in takes else {})
+    if_taken = {"weight_decay": cfg.weight_decay, "group": ranks}
+    ours = {"lr": cfg.lr} | {name: value for name, value in if_taken.items() if name in takes}
     build = own.with_options(KEY, cfg.name, ("params",), cfg.options, ours, classes=True)
 
     def with_groups(groups: Groups) -> torch.optim.Optimizer:

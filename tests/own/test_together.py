@@ -1,0 +1,124 @@
+"""All of a run's parts are the user's own at once: optimizer, loss, decay, and a map or a stream, on every kind of mesh."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.scenarios import config_of
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run_config, stored
+from tests.own.parts import Lion, smoothed
+from tests.repetitions import slow_but
+from titanlite.parallel.mesh import ranks_of
+from titanlite.transforms.shards import local_part
+from titanlite.verify.compare import compare
+
+RUNS, LION, SMOOTHED = "tests.own.data_runs", "tests.own.parts:Lion", "tests.own.parts:smoothed"
+PARTS: dict[str, Any] = {
+    "optimizer": {"name": LION, "lr": 1e-3},
+    "lr_scheduler": {
+        "warmup_steps": 1,
+        "total_steps": 4,
+        "decay_type": "tests.own.parts:inverse_sqrt",
+        "options": {"power": 0.7},
+    },
+}
+TRAINING = {"loss": SMOOTHED, "loss_options": {"share": 0.2}}
+MOE = {"name": "tests.tiny_moe"}
+CELLS: dict[str, tuple[Degrees, dict[str, Any], int]] = {
+    "2 x 2": (TWO_BY_TWO, {}, 1),
+    "pp 2": ({"pp": 2}, {}, 4),
+    "cp 2": ({"cp": 2}, {}, 1),
+    "ep 2": ({"dp_shard": 2, "ep": 2}, MOE, 1),
+}
+
+
+def sections_of(cell: str, optimizer: str = LION) -> dict[str, Any]:
+    return {**PARTS, "optimizer": {**PARTS["optimizer"], "name": optimizer}, "model": CELLS[cell][1]}
+
+
+def excessive(pools: dict[int, Pool], cell: str, optimizer: str = LION, loss: str = SMOOTHED) -> list[str]:
+    """What differs by more than rounding from one process."""
+    degrees, _, accumulation = CELLS[cell]
+    found = []
+    for mesh, microbatches in ((degrees, accumulation), (ONE, 1)):
+        training = {**TRAINING, "steps": 4, "loss": loss, "dataset": "tests.own.parts:Sums"}
+        config = config_of(mesh, accumulation=microbatches, training=training, **sections_of(cell, optimizer))
+        found.append(pools[ranks_of(mesh)].run(f"{RUNS}:trajectory", degrees=mesh, config=config)[0])
+    comparison = compare(*found)
+    assert comparison.of("gradients")
+    return [str(each) for each in comparison.excessive]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_map_and_the_other_parts_train_as_on_one_process(pools, cell):
+    assert excessive(pools, cell) == []
+
+
+@pytest.mark.parametrize("cell", slow_but(["2 x 2", "pp 2"], CELLS))
+def test_a_stream_and_the_other_parts_resume_bit_for_bit_and_train_as_on_one_process(pools, tmp_path, cell):
+    degrees, _, accumulation = CELLS[cell]
+    training = {**TRAINING, "dataset": "tests.own.data_parts:Node"}
+    for folder, mesh, ends in (("one", ONE, [4]), ("whole", degrees, [4]), ("parts", degrees, [2, 4])):
+        of_mesh = training | ({"local_batch_size": 8 // accumulation} if mesh and accumulation > 1 else {})
+        for steps in ends:
+            config = run_config(mesh, tmp_path / folder, steps, **sections_of(cell), training=of_mesh)
+            pools[ranks_of(mesh)].run(f"{RUNS}:full_run", degrees=mesh, config=config)
+    one, whole, parts = (
+        [(each["loss"], each["grad_norm"]) for each in reports(tmp_path / folder)] for folder in ("one", "whole", "parts")
+    )
+    assert parts == whole and len(whole) == 4
+    assert whole == [pytest.approx(each, rel=1e-5) for each in one]
+    expected, found = (stored(tmp_path / folder, 4) for folder in ("whole", "parts"))
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+class OfTheShard(Lion):
+    """Divides by a norm of the shard, which another mesh cuts otherwise; its state is as it should be."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(local_part(self.state[p]["mean"] if p in self.state else p.grad).norm() + 1e-3)
+        super().step(closure)
+
+
+class OfTheRank(Lion):
+    """Moves further on other ranks."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - group["lr"] * dist.get_rank())
+
+
+def loss_of_the_rank(logits, labels, share: float = 0.1):
+    return smoothed(logits, labels, share) * (1 + dist.get_rank())
+
+
+WRONG = {
+    "an optimizer of the shard": {"optimizer": f"{__name__}:OfTheShard"},
+    "an optimizer of the rank": {"optimizer": f"{__name__}:OfTheRank"},
+    "a loss of the rank": {"loss": f"{__name__}:loss_of_the_rank"},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_depends_on_the_rank_or_its_shard_is_found_where_meshes_are_compared(pools, case):
+    assert excessive(pools, "2 x 2", **WRONG[case])
+
+
+def decay_of_the_rank(step, start, end):
+    return 1.0 if dist.get_rank() == 0 else 0.9
+
+
+def test_a_decay_that_differs_between_ranks_is_refused_at_the_start(pools, tmp_path):
+    schedule = {"decay_type": f"{__name__}:decay_of_the_rank", "min_lr_factor": 0.1}
+    config = run_config({"dp_shard": 2}, tmp_path, 4, lr_scheduler=schedule)
+    with pytest.raises(WorkerFailure, match=r'decay_of_the_rank": differs between ranks; .*test_together.py, line \d+\)'):
+        pools[2].run("tests.distributed.scenarios:full_run", degrees={"dp_shard": 2}, config=config)
