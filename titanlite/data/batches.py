@@ -3,7 +3,6 @@
 Which samples a step has follows from the timeline of the run (timeline.py). There is no other state to save, also with workers.
 """
 
-import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -28,6 +27,8 @@ from titanlite.launch import children
 
 log = logging.getLogger(__name__)
 
+_LOCATED_AT_ONCE = 4096  # samples that are located together, to share NumPy's overhead per call
+
 
 class StepDataset(Dataset[Batch | UserError]):
     """A map-style dataset: this rank's part of the global batches of a run. Entry 0 is that of `first_step`."""
@@ -48,9 +49,11 @@ class StepDataset(Dataset[Batch | UserError]):
         self.cfg, self.seed, self.local_batch = config.dataloader, config.training.seed, config.training.local_batch_size
         assert self.share * degree == global_batch and self.share % self.local_batch == 0
         self.positions = rank * self.share + np.arange(self.share)  # in each global batch
+        self.steps = max(1, _LOCATED_AT_ONCE // self.share)
         # for each step that may be read at once, its number and the row that was begun last
         ahead = self.cfg.workers * self.cfg.prefetch
         self.latest = torch.full((ahead + 1, 2), -1).share_memory_()
+        self._block, self._located = -1, (np.zeros(0), np.zeros(0))
 
     def __iter__(self) -> Iterator[Batch | UserError]:
         return map(self.__getitem__, itertools.count())
@@ -70,8 +73,15 @@ class StepDataset(Dataset[Batch | UserError]):
 
     def located(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample of it) of each sample of this rank's part of a step, (share,) int64 each."""
-        segment, first = self.timeline.at(self.first_step + step)
-        return self.data.locate(first + self.positions, self.seed, segment)
+        block, inside = divmod(step, self.steps)
+        if block != self._block:
+            begin = self.first_step + block * self.steps
+            firsts = np.array([self.timeline.at(number)[1] for number in range(begin, begin + self.steps)])
+            segment, _ = self.timeline.at(begin)
+            self._located = self.data.locate((firsts[:, None] + self.positions).ravel(), self.seed, segment)
+            self._block = block
+        here = slice(inside * self.share, (inside + 1) * self.share)
+        return self._located[0][here], self._located[1][here]
 
     def read_by_workers(self, step: int) -> str:
         """What workers have read last, of a step and of those ahead of it, for a message."""
@@ -112,10 +122,14 @@ class Batches(Iterator[Batch]):
     def __init__(self, dataset: Steps, device: torch.device | str = "cpu"):
         self._dataset, cfg = dataset, dataset.cfg
         self._device = torch.device(device)
+        cuda = self._device.type == "cuda"
         # On the stream of the computation, the copies would wait for all of it, and it for them.
-        self._stream = torch.cuda.Stream(device) if self._device.type == "cuda" else None
-        with _warning_of_stalls(dataset, 0):
-            self._source: Iterator[Batch | UserError | StreamStep] = _read_ahead(dataset) if cfg.workers else iter(dataset)
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
+        self._watch = _StallWatch(dataset, cfg.stall_seconds)
+        self._watch.waiting = time.monotonic(), 0  # for workers to start
+        self._source: Iterator[Batch | UserError | StreamStep] = _read_ahead(dataset, cuda) if cfg.workers else iter(dataset)
+        self._watch.waiting = None
         self._step, self.state, self._state_ahead = 0, "", ""
         self._next: Batch | Exception | None = None
         self._waited = 0.0  # seconds, on a CPU
@@ -173,9 +187,9 @@ class Batches(Iterator[Batch]):
         return batch
 
     def _read(self) -> Batch:
+        self._watch.waiting = time.monotonic(), self._step
         try:
-            with _warning_of_stalls(self._dataset, self._step):
-                found = next(self._source)
+            found = next(self._source)
             batch, self._state_ahead = found if isinstance(found, StreamStep) else (found, "")
         # a worker that was killed, or a batch whose shared memory ended with it
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
@@ -184,19 +198,22 @@ class Batches(Iterator[Batch]):
             read = self._dataset.read_by_workers(self._step)
             why = "its memory ran out, or a file that it read was truncated or could no longer be read"
             raise RuntimeError(f"a data worker has ended, perhaps because {why}; read last: {read}") from error
+        finally:
+            self._watch.waiting = None
         if isinstance(batch, UserError):
             raise batch
         self._step += 1
-        return batch if self._stream is None else batch.pin_memory()  # from where a GPU copies asynchronously
+        return batch.pin_memory() if self._pin else batch
 
     def close(self) -> None:
         """Ends the workers, which end with the last reference to the loader's iterator."""
+        self._watch.done.set()
         self._source = iter(())
 
     __del__ = close
 
 
-def _read_ahead(dataset: Steps) -> Iterator[Batch | UserError | StreamStep]:
+def _read_ahead(dataset: Steps, pin_memory: bool) -> Iterator[Batch | UserError | StreamStep]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
     multiprocessing.set_forkserver_preload([__name__])
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 calls deprecated
@@ -207,6 +224,7 @@ def _read_ahead(dataset: Steps) -> Iterator[Batch | UserError | StreamStep]:
             sampler=itertools.count() if isinstance(dataset, StepDataset) else None,
             num_workers=dataset.cfg.workers,
             prefetch_factor=dataset.cfg.prefetch,
+            pin_memory=pin_memory,
             # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
             # imported what the workers need.
             multiprocessing_context="forkserver",
@@ -221,17 +239,20 @@ def _start_worker(_number: int) -> None:
     children.end_with_starter()
 
 
-@contextlib.contextmanager
-def _warning_of_stalls(dataset: Steps, step: int) -> Iterator[None]:
-    """Logs what is being read of a step, again and again, while that takes longer than dataloader.stall_seconds."""
-    begin, done = time.monotonic(), threading.Event()
+class _StallWatch:
+    """A thread that logs what is being read when a step waits longer than `patience` seconds for its data, repeatedly."""
 
-    def watch() -> None:
-        while not done.wait(dataset.cfg.stall_seconds):
-            log.warning("waiting for data for %.0f s: %s", time.monotonic() - begin, dataset.last_read(step))
+    def __init__(self, dataset: Steps, patience: float):
+        self._dataset, self._patience = dataset, patience
+        self.waiting: tuple[float, int] | None = None  # since when, and for which step
+        self.done = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="data watch").start()
 
-    threading.Thread(target=watch, daemon=True, name="data watch").start()
-    try:
-        yield
-    finally:
-        done.set()
+    def _watch(self) -> None:
+        last_warning = 0.0
+        while not self.done.wait(min(1.0, self._patience / 4)):
+            now, waiting = time.monotonic(), self.waiting
+            if waiting is None or now - max(waiting[0], last_warning) < self._patience:
+                continue
+            last_warning = now
+            log.warning("waiting for data for %.0f s: %s", now - waiting[0], self._dataset.last_read(waiting[1]))
