@@ -113,7 +113,7 @@ def main() -> None:
         family = family_of(config.model)
         costs = stage_costs(config, family, on_meta(family, config))
         with pretended_ranks(words.ranks):
-            order = orders(config, words.microbatches, len(costs))
+            order = orders(schedule, words.ranks, words.microbatches, len(costs))
 
         def predicted(forward: list[float], backward: list[float], order: Any = order) -> float:
             return rehearse(order, forward, backward).idle

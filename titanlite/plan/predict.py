@@ -178,7 +178,8 @@ def of_worst_rank(
     received = received_by_stages(flow, split_layers(config, family, whole))
     costs = stage_costs(config, family, whole)
     with pretended_ranks(degree):
-        order = pipeline.orders(config, measured.microbatches, len(costs))
+        schedule = config.parallelism.pipeline_parallel_schedule
+        order = pipeline.orders(schedule, degree, measured.microbatches, len(costs))
     backward = 3 if config.activation_checkpoint.mode == "full" else 2
     idle = pipeline.rehearse(order, costs, [backward * cost for cost in costs]).idle
     each = [moments_of(share, config, whole, measured, received, order[rank]) for rank, share in enumerate(every)]
