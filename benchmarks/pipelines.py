@@ -116,7 +116,7 @@ def main() -> None:
             order = orders(schedule, words.ranks, words.microbatches, len(costs))
 
         def predicted(forward: list[float], backward: list[float], order: Any = order) -> float:
-            return rehearse(order, forward, backward).idle
+            return rehearse(order, forward, backward).bubble
 
         run = functools.partial(on_ranks, words.ranks, measure)
         slept, _ = run(short, [words.pass_seconds * cost / max(costs) for cost in costs], words.steps)

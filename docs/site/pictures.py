@@ -188,7 +188,7 @@ def schedules() -> Drawing:
         with pretended_ranks(4):
             order = orders(name, 4, 8, stages)
         forward, backward = [4 / stages] * stages, [8 / stages] * stages  # a backward pass takes twice as long
-        idle = rehearse(order, forward, backward).idle
+        idle = rehearse(order, forward, backward).bubble
         top = 84 + 135 * row
         drawing.text(20, top, f"{name}: {stages // 4} of {stages} stages a rank; bubble {idle:.0%} of the step", 13)
         for rank, action, start, took in _played(order, forward, backward):

@@ -73,7 +73,7 @@ def test_the_idle_time_of_equal_stages_is_that_of_the_closed_form(schedule, rank
     with pretended_ranks(ranks):
         order = orders(schedule, ranks, microbatches, several * ranks)
     stages = several * ranks
-    idle = rehearse(order, [1.0] * stages, [2.0] * stages).idle
+    idle = rehearse(order, [1.0] * stages, [2.0] * stages).bubble
     assert idle == pytest.approx((ranks - 1) / (several * microbatches + ranks - 1))
     if schedule == "GPipe":
         assert most_kept(order) == [microbatches] * ranks

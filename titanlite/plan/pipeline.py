@@ -19,7 +19,7 @@ from titanlite.registry.family import family_of
 class Rehearsal(NamedTuple):
     """A step of a pipeline."""
 
-    idle: float  # the share of the step in which a rank waits, of all ranks together
+    bubble: float  # the share of the step in which a rank waits, of all ranks together
     ends: dict[tuple[str, int, int], float]  # when (F or B, stage, microbatch) ends
 
 
