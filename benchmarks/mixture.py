@@ -16,6 +16,7 @@ shares of one layer of a run's routing.json.
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -35,7 +36,7 @@ from benchmarks.allocators import ALLOCATORS, environment
 from benchmarks.throughput import commit, hardware
 from models.grouped import _multiply
 from models.moe import Experts, MoE, Router
-from titanlite.plan.trace import read_trace, spread
+from titanlite.plan.trace import read_trace
 
 _TRACE = Path(__file__).parent / "results/routing_debug.json"
 _OURS = "titanlite"
@@ -198,6 +199,14 @@ def table(result: dict[str, Any]) -> str:
         spread_of = f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         lines.append(f"| {name} | {cpu:.4f} | {wall:.4f} | {spread_of} | {difference} |")
     return "\n".join(lines)
+
+
+def spread(counts: list[int], rows: int) -> list[int]:
+    """So many rows with the shares that the counts have, rounded so that they sum to `rows`; the counts as they are if
+    they sum to as many."""
+    total = sum(counts)
+    ends = [end * rows // total for end in itertools.accumulate(counts)]
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
 def main(words: list[str]) -> None:

@@ -113,10 +113,10 @@ def main() -> None:
         family = family_of(config.model)
         costs = stage_costs(config, family, on_meta(family, config))
         with pretended_ranks(words.ranks):
-            order = orders(config, words.microbatches, len(costs))
+            order = orders(schedule, words.ranks, words.microbatches, len(costs))
 
         def predicted(forward: list[float], backward: list[float], order: Any = order) -> float:
-            return rehearse(order, forward, backward).idle
+            return rehearse(order, forward, backward).bubble
 
         run = functools.partial(on_ranks, words.ranks, measure)
         slept, _ = run(short, [words.pass_seconds * cost / max(costs) for cost in costs], words.steps)

@@ -97,7 +97,8 @@ def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) ->
         run.seq_len,
         run.global_batch,
         float8=run.precision != "bf16",
-        compiled=run.compile is not False,
+        # PyTorch's default where a source does not say; Megatron's kernels are fused
+        compiled=run.framework.startswith("Megatron") if run.compile is None else run.compile,
         async_tp=bool(run.async_tp),
         reshard=run.zero in (None, 3),
         weight_bytes=2 if run.parameters == "bfloat16" else 4,

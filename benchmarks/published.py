@@ -1,6 +1,6 @@
 """Published training runs, which predictions of step time and memory are compared with: python -m benchmarks.published
 
-It checks published_runs.toml, counts its rows, and lists those whose own figures disagree.
+It checks published_runs.toml, counts its rows, and lists those whose own results disagree.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from titanlite.loop.metrics import peak_flops_of
 from titanlite.registry.family import load_family
 
 FILE = Path(__file__).with_name("published_runs.toml")
-_DOUBTFUL = 0.15  # relative disagreement of two published figures
+_DOUBTFUL = 0.15  # relative disagreement of two published results
 Measured = Annotated[float, Field(gt=0)] | None
 DType = Literal["float32", "bfloat16"] | None
 
@@ -170,7 +170,7 @@ def _flops(run: Run, models: dict[str, Dimensions]) -> Flops:
 
 
 def doubts(row: Row) -> list[str]:
-    """Where two published figures of a row disagree by more than 15%: a reason not to trust one of them."""
+    """Where two published results of a row disagree by more than 15%: a reason not to trust one of them."""
     run, speed, found = row.run, row.run.speed, []
     peak = peak_flops_of(run.device)
     published = run.tflops_per_gpu or (run.mfu_percent * peak / 1e14 if run.mfu_percent and peak else None)
@@ -200,7 +200,7 @@ def main() -> None:
         print(f"\n{title}, of {len(rows)} rows")
         print("\n".join(f"{count:6} {name}" for name, count in counted.most_common()))
     found = [(row, reason) for row in rows for reason in doubts(row)]
-    print(f"\n{len(found)} figures are doubtful")
+    print(f"\n{len(found)} rows are doubtful")
     for row, reason in found:
         print(f"{row.table.name}: {row.run.model} on {row.run.gpus}, {row.run.seq_len} tokens: {reason}")
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from docs.site.svg import COLORS, FAINT, Drawing
 from models.attention import dense_mask
 from titanlite.config.read import read_config
-from titanlite.config.schema import Config, Parallelism
+from titanlite.config.schema import Parallelism
 from titanlite.parallel.mesh import build_mesh, part_of_rank, resolve_degrees
 from titanlite.parallel.parallelize import STEPS
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
@@ -185,11 +185,10 @@ def schedules() -> Drawing:
         drawing.text(40 + 170 * at, 52, words, 12)
     for row, name in enumerate(names):
         stages = 4 * STAGES_OF_A_RANK[name]
-        config = Config(parallelism=Parallelism(pipeline_parallel_degree=4, pipeline_parallel_schedule=name))
         with pretended_ranks(4):
-            order = orders(config, 8, stages)
+            order = orders(name, 4, 8, stages)
         forward, backward = [4 / stages] * stages, [8 / stages] * stages  # a backward pass takes twice as long
-        idle = rehearse(order, forward, backward).idle
+        idle = rehearse(order, forward, backward).bubble
         top = 84 + 135 * row
         drawing.text(20, top, f"{name}: {stages // 4} of {stages} stages a rank; bubble {idle:.0%} of the step", 13)
         for rank, action, start, took in _played(order, forward, backward):

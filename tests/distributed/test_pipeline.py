@@ -154,9 +154,8 @@ def passes_of(schedule: str) -> list[Action]:
 
 @pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
 def test_ranks_run_what_is_rehearsed(pools, schedule):
-    config = config_of(TWO, "deep", 4, parallelism={"pipeline_parallel_schedule": schedule})
     with pretended_ranks(2):
-        expected = orders(config, 4, 2 * STAGES_OF_A_RANK[schedule])
+        expected = orders(schedule, 2, 4, 2 * STAGES_OF_A_RANK[schedule])
     assert pools[2].run(f"{HERE}:passes_of", schedule=schedule) == expected
 
 

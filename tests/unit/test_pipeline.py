@@ -71,9 +71,9 @@ def test_the_idle_time_of_equal_stages_is_that_of_the_closed_form(schedule, rank
     """(p - 1) / (v m + p - 1) for p ranks with v stages each and m microbatches (Narayanan et al., arXiv:2104.04473, 2.2)."""
     several = STAGES_OF_A_RANK[schedule]
     with pretended_ranks(ranks):
-        order = orders(pipelined(ranks, schedule), microbatches, several * ranks)
+        order = orders(schedule, ranks, microbatches, several * ranks)
     stages = several * ranks
-    idle = rehearse(order, [1.0] * stages, [2.0] * stages).idle
+    idle = rehearse(order, [1.0] * stages, [2.0] * stages).bubble
     assert idle == pytest.approx((ranks - 1) / (several * microbatches + ranks - 1))
     if schedule == "GPipe":
         assert most_kept(order) == [microbatches] * ranks
@@ -96,7 +96,7 @@ def test_gradients_exist_from_the_first_backward_pass_of_a_stage_on():
 
 def test_a_schedule_that_stops_is_found():
     with pretended_ranks(2):
-        order = orders(pipelined(2, "GPipe"), 4, 2)
+        order = orders("GPipe", 2, 4, 2)
     order[1] = [order[1][-1], *order[1][:-1]]  # the last backward pass first
     with pytest.raises(UserError, match="because ranks wait for each other"):
         rehearse(order, [1.0, 1.0], [2.0, 2.0])

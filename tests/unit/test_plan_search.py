@@ -73,6 +73,11 @@ def test_the_rings_of_a_node_share_its_network_cards(stride):
     assert min(stride, 8) * of_a_ring == pytest.approx(8 * 0.8 * JOB.device.network_gb_per_second * 1e9, rel=0.01)
 
 
+def test_a_small_message_waits_for_each_hop_of_a_ring():
+    assert ring(JOB, 256, 1, 0) == pytest.approx((255 - 31) * 3.4e-6 + 31 * 14e-6)
+    assert ring(JOB, 8, 1, 0) == pytest.approx(7 * 3.4e-6)
+
+
 def test_slow_links_and_a_lack_of_overlap_are_seen():
     slow = slow_network(JOB)
     sharded = Choice(dp_shard=256, microbatch=1, recompute="full")
@@ -138,9 +143,10 @@ def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, ca
     ]
     monkeypatch.setattr(sys, "argv", [*words, "--trace", str(tmp_path / "step.json")])
     tool.main()
-    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    trace = json.loads((tmp_path / "step.json").read_text())
+    assert trace["traceEvents"] and trace["displayTimeUnit"] == "ms"
     out = capsys.readouterr().out
-    assert "  2. " in out and "about" in out and "error: 17% on average" in out
+    assert "  2. " in out and "about" in out and "error: 26% on average" in out
     printed = re.search(r"--training.local_batch_size (\d+)", out)
     assert printed and read_config(file, []).training.local_batch_size == int(printed[1])
 
@@ -168,6 +174,21 @@ def test_a_trace_ends_with_the_predicted_step_and_its_rows_do_not_overlap(choice
         waited = seconds.fsdp + seconds.tp + seconds.cp + seconds.ep + seconds.sends
         assert sum(each["dur"] for each in compute) == pytest.approx(1e6 * computed)
         assert sum(each["dur"] for each in communication) == pytest.approx(1e6 * waited)
+
+
+def test_a_trace_is_of_the_trace_event_format():
+    """Fields and types as "Trace Event Format" (Google, 2016) has them: complete events, and metadata that names their rows."""
+    drawn = json.loads(json.dumps(events(JOB, Choice(pp=4, dp_shard=8, tp=8, stages=2, microbatch=4)), allow_nan=False))
+    types = {"name": str, "ph": str, "pid": int, "tid": int}
+    of_phase = {"X": types | {"ts": float, "dur": float}, "M": types | {"args": dict}}
+    named = set()
+    for each in drawn:
+        assert {key: type(value) for key, value in each.items()} == of_phase[each["ph"]], each
+        if each["ph"] == "M":
+            assert each["name"] in ("process_name", "thread_name") and type(each["args"].get("name")) is str, each
+            named.add((each["pid"], each["tid"]))
+        else:
+            assert each["ts"] >= 0 and each["dur"] > 0 and (each["pid"], each["tid"]) in named, each
 
 
 def test_where_no_mesh_fits_the_command_ends_with_1(capsys, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from titanlite.ground.torch_private import register_partitioning
-from titanlite.plan.record import Allocations
+from titanlite.plan.record import in_kernel
 from titanlite.transforms.activation_checkpoint import PARTITIONED
 
 # Operations that inductor computes inside of kernels, beside those that PyTorch marks as pointwise, and views.
@@ -35,11 +35,8 @@ class _Kernels(Interpreter):
         self.user_to_last_uses = {until: [each for each in last if last[each] is until] for until in last.values()}
 
     def run_node(self, n: Node) -> Any:
-        Allocations.inlined = _is_fused(n)
-        try:
+        with in_kernel(_is_fused(n)):
             return super().run_node(n)
-        finally:
-            Allocations.inlined = False
 
 
 def _is_fused(node: Node) -> bool:

@@ -12,11 +12,11 @@ from titanlite.transforms.meta import on_meta
 
 # Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
 ERRORS = {
-    "a100 dense": (0.105, 0.218),
-    "b200 dense": (0.082, 0.255),
-    "h100 dense": (0.174, 0.452),
-    "h100 MoE": (0.307, 0.459),
-    "h200 dense": (0.074, 0.141),
+    "a100 dense": (0.081, 0.151),
+    "b200 dense": (0.170, 0.238),
+    "h100 dense": (0.257, 0.562),
+    "h100 MoE": (0.290, 0.433),
+    "h200 dense": (0.118, 0.264),
 }
 MEMORY_ERROR = 0.25  # the largest difference between `memory` and `titanlite estimate` over the recipes is 22%
 

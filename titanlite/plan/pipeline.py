@@ -19,7 +19,7 @@ from titanlite.registry.family import family_of
 class Rehearsal(NamedTuple):
     """A step of a pipeline."""
 
-    idle: float  # the share of the step in which a rank waits, of all ranks together
+    bubble: float  # the share of the step in which a rank waits, of all ranks together
     ends: dict[tuple[str, int, int], float]  # when (F or B, stage, microbatch) ends
 
 
@@ -31,13 +31,12 @@ class Action(NamedTuple):
     number: int  # of the microbatch
 
 
-def orders(config: Config, microbatches: int, stages: int) -> list[list[Action]]:
-    """The actions of each rank in their order. Needs a process group; a fake one will do.
+def orders(schedule: str, ranks: int, microbatches: int, stages: int) -> list[list[Action]]:
+    """The actions of each rank in their order. stages: of all ranks. Needs a process group; a fake one will do.
 
     PyTorch's schedules with several stages a rank have lists, which they run. Those with one are loops; the list that "1F1B"
     has beside its loop lacks a forward pass in 2.13.
     """
-    schedule, ranks = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     if STAGES_OF_A_RANK[schedule] > 1:
         return _listed(schedule, ranks, microbatches, stages)
     forward = [[Action("F", rank, number) for number in range(microbatches)] for rank in range(ranks)]

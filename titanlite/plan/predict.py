@@ -178,12 +178,13 @@ def of_worst_rank(
     received = received_by_stages(flow, split_layers(config, family, whole))
     costs = stage_costs(config, family, whole)
     with pretended_ranks(degree):
-        order = pipeline.orders(config, measured.microbatches, len(costs))
+        schedule = config.parallelism.pipeline_parallel_schedule
+        order = pipeline.orders(schedule, degree, measured.microbatches, len(costs))
     backward = 3 if config.activation_checkpoint.mode == "full" else 2
-    idle = pipeline.rehearse(order, costs, [backward * cost for cost in costs]).idle
+    bubble = pipeline.rehearse(order, costs, [backward * cost for cost in costs]).bubble
     each = [moments_of(share, config, whole, measured, received, order[rank]) for rank, share in enumerate(every)]
     rank = max(range(degree), key=lambda rank: highest(each[rank]).memory.total)
-    text = f"rank {rank} of {degree} in the pipeline, which holds the most; the bubble is {idle:.1%} of a step"
+    text = f"rank {rank} of {degree} in the pipeline, which holds the most; the bubble is {bubble:.1%} of a step"
     return Prediction(parameters, each[rank], work_of(every[rank], degree, measured, parts, received), 0, text)
 
 

@@ -6,7 +6,8 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -200,13 +201,24 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
+_IN_KERNEL = ContextVar("in_kernel", default=False)
+
+
+@contextlib.contextmanager
+def in_kernel(inside: bool) -> Iterator[None]:
+    """Within it, operations are parts of a kernel that keeps their results in registers, if `inside`: they have no memory."""
+    before = _IN_KERNEL.set(inside)
+    try:
+        yield
+    finally:
+        _IN_KERNEL.reset(before)
+
+
 class Allocations(TorchDispatchMode):
     """Follows the memory of all tensors that operations return, by the scope of the program that `enter` names.
 
     Peaks include what the exchange of experts' rows allocates and frees in itself, with the worst routing.
     """
-
-    inlined = False  # whether operations now have no memory: fused.py
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +237,7 @@ class Allocations(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
-        if self._paused or self.inlined:
+        if self._paused or _IN_KERNEL.get():
             return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:

@@ -10,7 +10,7 @@ from titanlite.plan.time import Choice, Job, Seconds, memory, step
 Objective = Literal["tokens_per_second", "memory"]
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _SHORTEST = 1024  # tokens of a rank: with fewer, context parallelism splits what is short already
-_SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}  # by the stages of a rank
+SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}  # by the stages of a rank
 _COSTS = {
     "matmuls": "in matmuls",
     "attention": "in attention",
@@ -73,7 +73,7 @@ def _splits(job: Job, tp: int, cp: int) -> bool:
 def _passes(job: Job, mesh: Choice) -> Iterator[Choice]:
     for microbatch, recompute in itertools.product(_MICROBATCHES, ("none", "selective", "full")):
         microbatches, rest = divmod(job.global_batch, mesh.replicas * microbatch)
-        for stages in _SCHEDULES if mesh.pp > 1 else (1,):
+        for stages in SCHEDULES if mesh.pp > 1 else (1,):
             filled = mesh.pp == 1 or (microbatches >= mesh.pp and (stages == 1 or microbatches % mesh.pp == 0))
             if rest == 0 and filled and mesh.pp * stages <= job.shape.depth:
                 yield mesh._replace(stages=stages, microbatch=microbatch, recompute=recompute)
@@ -98,7 +98,7 @@ CHOSEN = (
 
 def keys_of(choice: Choice) -> dict[str, Any]:
     """The keys that a choice sets; the schedule only where there is a pipeline."""
-    values = (*choice[:6], choice.microbatch, choice.recompute, _SCHEDULES[choice.stages])
+    values = (*choice[:6], choice.microbatch, choice.recompute, SCHEDULES[choice.stages])
     return dict(list(zip(CHOSEN, values, strict=True))[: len(CHOSEN) - (choice.pp == 1)])
 
 
@@ -107,7 +107,7 @@ def name_of(choice: Choice) -> str:
     degrees = zip(("pp", "dp_replicate", "dp_shard", "cp", "tp"), choice[:5], strict=True)
     mesh = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "1 rank"
     parts = [mesh, *([f"ep {choice.ep}"] if choice.ep > 1 else []), f"microbatch {choice.microbatch}"]
-    schedule = [_SCHEDULES[choice.stages]] if choice.pp > 1 else []
+    schedule = [SCHEDULES[choice.stages]] if choice.pp > 1 else []
     return ", ".join([*parts, *schedule, f"recompute {choice.recompute}"])
 
 

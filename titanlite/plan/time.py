@@ -21,15 +21,15 @@ RateOrNone = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(gt=0, le=1)]
 _FILE = Path(__file__).with_name("devices.toml")
 LINK = 0.8  # of a link's bandwidth that NCCL's large collectives reach (nccl-tests on an HGX H100: 360 of 450 GB/s)
-_NETWORK_HOP = 6e-6  # seconds of latency between neighbors of a ring that are on two nodes
+_NETWORK_HOP = 14e-6  # seconds of latency between neighbors of a ring that are on two nodes (NCCL's tuning.cc, Simple)
 _TILE = 128  # rows and columns of a matmul's result that one SM computes
 _CONTENTION = 0.18  # of a GPU that a collective takes from matmuls: NCCL's 24 channels occupy as many of an H100's 132 SMs
 _CPU_TILE = 16  # a vector of 16 float32; a CPU computes no waves
 _CALLS = 75  # operations of a block's forward pass, counted on llama3; a CPU begins one when the last one has ended
 _ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed
 _FLOAT8 = 0.75  # of the matmul rate in bfloat16 that float8 reaches, both relative to their peaks
-_STREAMS = 10  # hidden states that kernels other than matmuls read or write in a layer's forward pass
-_MOVED = 5  # bytes for each value of these, fitted: 2 if the bandwidth were reached and nothing else moved
+_STREAMS = 7  # hidden states of a block's fused kernels, beside results of matmuls: 2 for each norm, 3 for the residual
+_UNFUSED = 2  # times the bytes where operations run one by one: 1.9 in llama3
 _LOGITS = 32  # bytes for each logit, fitted; titanlite reads and writes 2 and 4 bytes a few times
 
 
@@ -47,7 +47,7 @@ class Device(StrictModel):
     matmul: Share
     attention: Share
     float32_tflops: RateOrNone = 0.0  # at the same shares
-    hop_microseconds: Rate = 2.0  # of latency between neighbors of a ring
+    hop_microseconds: Rate = 3.4  # of latency between neighbors of a ring (NCCL's tuning.cc, Simple over NVLink)
     launch_microseconds: Rate = 4.0  # of a matmul that nothing hides
     cpu_ranks: Annotated[int, Field(ge=0, le=2**20)] = 0  # of a CPU: ranks that shared it when it was measured
 
@@ -165,7 +165,8 @@ def ring(job: Job, ranks: int, stride: int, size: float) -> float:
     inside, outside = job.device.nvlink_gb_per_second, together * job.device.network_gb_per_second
     bandwidth = (inside if together == ranks else min(inside, outside)) * LINK * 1e9
     nodes = ranks // together
-    latency = job.device.hop_microseconds * 1e-6 * (together - 1) + _NETWORK_HOP * (nodes - 1)
+    # each of ranks - 1 steps waits for a hop, of which nodes - 1 cross the network (NCCL's tuning.cc)
+    latency = job.device.hop_microseconds * 1e-6 * (ranks - nodes) + _NETWORK_HOP * (nodes - 1)
     return size * (ranks - 1) / ranks / bandwidth + latency
 
 
@@ -217,19 +218,19 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
             1,
             job.float8,
         )
-        values += 2 * rows * many / (parts if split == "column" else 1)
-        if job.float8:  # inputs are read for their scale, read again and written
-            values += columns * many / (parts if split == "row" else 1)
+        # results are read; the inputs of "row", such as the rotated queries and the activations, are written
+        values += rows * many / (parts if split == "column" else 1) + (columns * many / parts if split == "row" else 0)
+        if job.float8:  # inputs are read for their scale, read again, and written in half the bytes
+            values += 2.5 * columns * many / (parts if split == "row" else 1)
     exchanged = 0.0
     if experts := layer.experts:
         copies = own * experts.top_k  # rows of a rank, of any experts
         local = experts.number // choice.ep
         seconds += 3 * matmul(job, copies / local, experts.hidden, shape.dim, local)
-        values += copies * (4 * shape.dim + 4 * experts.hidden)
+        values += copies * (3 * shape.dim + 3 * experts.hidden)
         reached = min(experts.top_k, choice.ep)  # a token goes to each rank once
         exchanged = 2 * all_to_all(job, choice.ep, job.item * own * reached * shape.dim)
-    moved = _MOVED * job.item / 2 * values
-    elementwise = moved / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else 2)
+    elementwise = job.item * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else _UNFUSED)
     if job.device.cpu_ranks:
         elementwise += _CALLS * job.device.launch_microseconds * 1e-6
     gathers = 2 * sum(each.split == "row" for each in layer.matrices)
@@ -302,8 +303,8 @@ def step(job: Job, choice: Choice) -> Seconds:
         link = (device.network_gb_per_second or device.nvlink_gb_per_second) * LINK * 1e9
         between = job.item * tokens * shape.dim / choice.tp / link + _NETWORK_HOP
         sends = 2 * microbatches * choice.stages * between
-    # parameters, gradients and two moments are read, all but gradients written
-    update = 7 * job.weight_bytes * values / (device.memory_gb_per_second * 1e9)
+    # parameters, gradients and two moments are read, all but gradients written; the norm reads gradients once more
+    update = 8 * job.weight_bytes * values / (device.memory_gb_per_second * 1e9)
     of_head = microbatches / choice.pp
     return Seconds(
         own[0] + head * of_head, own[5], own[1] + logits * of_head, fsdp, own[2], own[3], own[4], bubble, sends, update

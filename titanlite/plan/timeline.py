@@ -6,7 +6,9 @@ All stages take equally long, as in the closed form of time.py, so that the last
 
 from typing import Any
 
-from titanlite.plan.pipeline import Action, rehearse
+from titanlite.plan.pipeline import orders, rehearse
+from titanlite.plan.search import SCHEDULES
+from titanlite.plan.step import pretended_ranks
 from titanlite.plan.time import Choice, Job, step
 
 _COMPUTES, _WAITS = 1, 2  # rows of a process
@@ -24,8 +26,9 @@ def events(job: Job, choice: Choice) -> list[dict[str, Any]]:
     waited /= choice.stages * microbatches
     forward = 1 / {"none": 3.0, "selective": 3.5, "full": 4.0}[choice.recompute]
     stages = choice.pp * choice.stages
-    orders = [_order(rank, choice, microbatches) for rank in range(choice.pp)]
-    ends = rehearse(orders, [forward * unit] * stages, [(1 - forward) * unit] * stages).ends
+    with pretended_ranks(choice.pp):
+        order = orders(SCHEDULES[choice.stages], choice.pp, microbatches, stages)
+    ends = rehearse(order, [forward * unit] * stages, [(1 - forward) * unit] * stages).ends
     found = [_named(rank, row, name) for rank in range(choice.pp) for row, name in ((0, f"stage {rank}"), *_ROWS)]
     for (kind, stage, number), end in ends.items():
         share, name = (forward, "forward") if kind == "F" else (1 - forward, "backward")
@@ -37,17 +40,6 @@ def events(job: Job, choice: Choice) -> list[dict[str, Any]]:
         found.append(_event(rank, _WAITS, "FSDP and sends between stages", span, after))
         found.append(_event(rank, _COMPUTES, "optimizer", span + after, seconds.optimizer))
     return [each for each in found if each["ph"] == "M" or each["dur"] > 0]
-
-
-def _order(rank: int, choice: Choice, microbatches: int) -> list[Action]:
-    """1F1B, or interleaved as by Narayanan et al., arXiv:2104.04473, section 2.2."""
-    pp, turns = choice.pp, choice.stages
-    passes = [(each // pp % turns, each // (pp * turns) * pp + each % pp) for each in range(microbatches * turns)]
-    ahead = [Action("F", turn * pp + rank, number) for turn, number in passes]
-    back = [Action("B", (turns - 1 - turn) * pp + rank, number) for turn, number in passes]
-    warm = min(len(ahead), (pp - rank - 1) * (1 if turns == 1 else 2) + (turns - 1) * pp)
-    pairs = [each for pair in zip(ahead[warm:], back, strict=False) for each in pair]
-    return [*ahead[:warm], *pairs, *back[len(ahead) - warm :]]
 
 
 def _event(rank: int, row: int, name: str, begin: float, seconds: float) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Recorded routing: what the all-to-all of each MoE layer moved in a run, on as many ranks as a prediction has."""
 
-import itertools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,20 +64,7 @@ def routings(model: Decoder, routing: Literal["balanced", "worst"] | Trace) -> d
     return dict.fromkeys(named, routing)
 
 
-def spread(counts: list[int], rows: int) -> list[int]:
-    """So many rows with the shares that the counts have, rounded so that they sum to `rows`; the counts as they are if
-    they sum to as many."""
-    total = sum(counts)
-    ends = [end * rows // total for end in itertools.accumulate(counts)]
-    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
-
-
-def received_by(counts: list[int], rows: int, ranks: int) -> list[int]:
-    """How many of all ranks' rows each of `ranks` ranks receives, each of which has an equal run of the experts."""
-    of_experts, experts = spread(counts, rows), len(counts) // ranks
-    return [sum(of_experts[first : first + experts]) for first in range(0, len(of_experts), experts)]
-
-
 def busiest(counts: list[int], ranks: int) -> float:
-    """Rows that the busiest rank receives, relative to the mean."""
-    return max(received_by(counts, sum(counts), ranks)) * ranks / sum(counts)
+    """Rows that the busiest rank receives, relative to the mean. Each of `ranks` ranks has an equal run of the experts."""
+    experts = len(counts) // ranks
+    return max(sum(counts[first:][:experts]) for first in range(0, len(counts), experts)) * ranks / sum(counts)
