@@ -21,7 +21,7 @@ _KINDS = {
     "collectives": re.compile(r"nccl"),
     "elementwise and reductions": re.compile(r"triton_(poi|red|per)_"),
     "attention": re.compile(r"flash|fmha|sdpa|flex_attention|cudnn_generated"),
-    "matrix products": re.compile(r"gemm|nvjet|cutlass|xmma|triton_tem_|cublas"),
+    "matmuls": re.compile(r"gemm|nvjet|cutlass|xmma|triton_tem_|cublas"),
     "copies": re.compile(r"^Mem(cpy|set)|copy"),
 }
 

@@ -20,7 +20,7 @@ _BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 _FLOAT16 = {
     "training.mixed_precision_param": "float16",
     "model.name": "benchmarks.float16_products",
-    "model.attention": "math",  # the kernel that consists of matrix products
+    "model.attention": "math",  # the kernel that consists of matmuls
 }
 _NARROW = _BFLOAT16 | {"training.dtype": "bfloat16"}
 _FLOAT8 = _BFLOAT16 | {"float8.enable": "true", "float8.emulate": "true"}

@@ -17,7 +17,7 @@ class Figures(NamedTuple):
     mfu_causal: float | None  # relative to the data sheet's peak; None without one
     mfu_palm: float | None
     hfu: float | None  # causal attention plus recomputation; None if the recomputed part is unknown
-    matmul_causal: float  # the same, relative to a large matrix product in this run
+    matmul_causal: float  # the same, relative to a large matmul in this run
     matmul_palm: float
     matmul_hfu: float | None
     peak: int  # peak bytes during training: resident, or allocated on a GPU
@@ -37,7 +37,7 @@ def state_bytes(parameters: int, precision: str) -> int:
 def least_bytes(c: llama3.Config, precision: str, tokens: int, recompute: bool, float32_logits: bool) -> int:
     """A lower bound of the bytes that a peer needs on a GPU; tokens: of one pass.
 
-    State, autocast's copies of the weights, what the matrix products of each block (or of one, when blocks are recomputed)
+    State, autocast's copies of the weights, what the matmuls of each block (or of one, when blocks are recomputed)
     keep for the backward pass, and the logits with their gradients.
     """
     width = 4 if precision == "float32" else 2

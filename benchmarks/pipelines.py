@@ -26,7 +26,7 @@ from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, stage_costs
 from titanlite.plan.pipeline import orders, rehearse
-from titanlite.plan.step import pretended_ranks
+from titanlite.plan.step import simulated_ranks
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
 
@@ -112,7 +112,7 @@ def main() -> None:
         config, short = (config_of(schedule, words.ranks, words.microbatches, size) for size in (words.seq_len, 16))
         family = family_of(config.model)
         costs = stage_costs(config, family, on_meta(family, config))
-        with pretended_ranks(words.ranks):
+        with simulated_ranks(words.ranks):
             order = orders(schedule, words.ranks, words.microbatches, len(costs))
 
         def predicted(forward: list[float], backward: list[float], order: Any = order) -> float:

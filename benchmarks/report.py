@@ -43,7 +43,7 @@ def section(result: dict[str, Any], picture: str, source: str) -> str:
         + (f", {hardware['gpu']}, CUDA {hardware['cuda']}" if "gpu" in hardware else "")
         + f". {', '.join(f'{name} {version}' for name, version in versions.items())}."
         + (f" Environment: `{variables}`." if variables else ""),
-        f"A large matrix product: {sorted(product)[len(product) // 2] / 1e12:.3g} TFLOP/s"
+        f"A large matmul: {sorted(product)[len(product) // 2] / 1e12:.3g} TFLOP/s"
         + ("" if result["datasheet_flops"] is None else f"; data sheet: {result['datasheet_flops'] / 1e12:,.0f} TFLOP/s")
         + f". A token: {result['flops']['causal'] / 1e9:.3g} GFLOP causal, {result['flops']['palm'] / 1e9:.3g} PaLM.",
     ]

@@ -41,7 +41,7 @@ from titanlite.loop.metrics import peak_flops_of
 from titanlite.registry.family import Family
 
 # The largest relative difference between the first losses of two contestants. In float32 only the order of sums differs. In
-# bfloat16 every matrix product rounds to 3 digits, and contestants differ in what else they store in it: autocast keeps the
+# bfloat16 every matmul rounds to 3 digits, and contestants differ in what else they store in it: autocast keeps the
 # residual path in float32, titanlite does not.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "bfloat16-pure": 2e-3}
 
@@ -337,7 +337,7 @@ class Session:
         return self.args.rounds
 
     def round(self, number: int) -> None:
-        """One turn for each contestant, including the matrix product."""
+        """One turn for each contestant, including the matmul."""
         first, steps = 1000 + number * self.args.steps, self.args.steps
         for name in ["matmul", *self.found]:
             try:
@@ -472,7 +472,7 @@ def main(words: list[str] | None = None) -> int:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     product = result["matmul"]["flops"] * args.steps / statistics.median(result["matmul"]["seconds"])
     print(aligned(table(result)))
-    print(f"a large matrix product: {product / 1e12:.3f} TFLOP/s; {result['flops']['causal'] / 1e9:.3f} GFLOP per token causal")
+    print(f"a large matmul: {product / 1e12:.3f} TFLOP/s; {result['flops']['causal'] / 1e9:.3f} GFLOP per token causal")
     for name, reason in (result["left_out"] | result["failed"]).items():
         print(f"not measured: {name}: {reason}")
     return 1 if result["failed"] else 0

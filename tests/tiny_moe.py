@@ -1,4 +1,4 @@
-"""Mixtures of experts with every kind of router, for the tests: as Qwen 3 has it, and as DeepSeek-V3 has it.
+"""MoE models with every kind of router, for the tests: as Qwen 3 has it, and as DeepSeek-V3 has it.
 
 Routers begin with large weights, so that the best experts of a token are clearly better than the next one: the choice must not
 depend on rounding where meshes are compared.

@@ -14,7 +14,7 @@ def until(event: Callable[[], Event], alive: Callable[[], object] = lambda: True
     """Its first value that is true. Fails once `alive` is no longer true, of what the event would come from."""
     end = time.monotonic() + patience
     while not (value := event()):
-        # looked at after the event, which may be the last thing that it did
+        # read after the event, which may be the last thing that it did
         assert alive() or event(), "what would do this has ended"
         assert time.monotonic() < end, f"this has not happened in {patience:g} s"
         time.sleep(0.01)

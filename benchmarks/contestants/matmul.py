@@ -1,4 +1,4 @@
-"""Not a trainer: large matrix products in the run's precision, whose rate is an upper bound for the others."""
+"""Not a trainer: large matmuls in the run's precision, whose rate is an upper bound for the others."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
 """What a machine is and what its GPU can do at best, as JSON: python -m benchmarks.gpu.device FILE
 
-A large matrix product in bfloat16 and a large copy bound every training run. Without a GPU they are measured on the CPU.
+A large matmul in bfloat16 and a large copy bound every training run. Without a GPU they are measured on the CPU.
 """
 
 import importlib.metadata

@@ -72,7 +72,7 @@ def _facts(device: Result, results: dict[str, Result]) -> list[str]:
         versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
         found += [
             f"{device['cores']} CPU cores, {device['memory_gb']:.0f} GB. {versions}.",
-            f"A large matrix product: {device['matmul_flops'] / 1e12:.4g} TFLOP/s in bfloat16. "
+            f"A large matmul: {device['matmul_flops'] / 1e12:.4g} TFLOP/s in bfloat16. "
             f"A large copy: {device['copy_bytes'] / 1e9:,.0f} GB/s, read and written.",
         ]
     return found
@@ -139,7 +139,7 @@ def training_rows(
 
 
 def _headroom(device: Result) -> float | None:
-    """The data sheet's rate of a GPU / that of a large matrix product on it; None where one is unknown."""
+    """The data sheet's rate of a GPU / that of a large matmul on it; None where one is unknown."""
     peak = peak_flops_of(device.get("gpu", ""))
     return peak / device["matmul_flops"] if peak else None
 

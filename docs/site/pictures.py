@@ -23,7 +23,7 @@ from titanlite.plan.moments import picture
 from titanlite.plan.pipeline import Action, needs_of, orders, rehearse
 from titanlite.plan.predict import predict
 from titanlite.plan.report import GIB
-from titanlite.plan.step import pretended_ranks
+from titanlite.plan.step import simulated_ranks
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
@@ -91,7 +91,7 @@ def mesh() -> Drawing:
     """16 ranks as pp 2 x dp_shard 4 x tp 2: their coordinates, and which part of the global batch they read."""
     parallelism = Parallelism(pipeline_parallel_degree=2, data_parallel_shard_degree=4, tensor_parallel_degree=2)
     degrees = resolve_degrees(parallelism, 16)
-    with pretended_ranks(16):
+    with simulated_ranks(16):
         ranks = build_mesh(degrees, "cpu").mesh
     drawing = Drawing(760, 330, "16 ranks as a mesh")
     drawing.text(20, 28, "16 ranks: pp 2 x dp_shard 4 x tp 2", 16)
@@ -185,7 +185,7 @@ def schedules() -> Drawing:
         drawing.text(40 + 170 * at, 52, words, 12)
     for row, name in enumerate(names):
         stages = 4 * STAGES_OF_A_RANK[name]
-        with pretended_ranks(4):
+        with simulated_ranks(4):
             order = orders(name, 4, 8, stages)
         forward, backward = [4 / stages] * stages, [8 / stages] * stages  # a backward pass takes twice as long
         idle = rehearse(order, forward, backward).bubble

@@ -1,6 +1,6 @@
 """Long proofs, run by hand: `make campaign PART=...` writes a table (__main__.py); the other modules run alone too.
 
-Each of these starts runs through run_train.sh as a user does, does them harm, prints a table of figures, and exits with 1
+Each of these starts runs through run_train.sh as a user does, does them harm, prints a table of results, and exits with 1
 where a promise of the README was broken. tests/end_to_end/test_campaigns.py runs small ones.
 """
 

@@ -5,7 +5,7 @@ PART is one of
   pipelines  every schedule x mesh with stages x variant, each against one process (102)
   kills      runs that are killed 20 times each, on two and on four ranks, 400 times in all
   damage     runs that stop, get one damaged file, and go on; 240 times
-  elastic    runs that go on with other numbers of ranks, and on other meshes
+  elastic    runs that continue with other numbers of ranks, and on other meshes
   two-hosts  two network namespaces and the cable between them
   processors the tests under other kernels, threads, weights, orders, users, paths, locales and time zones (60 rows of 5 to 20
              minutes; `--only sample`: a few tests under each, 3 minutes)
@@ -40,7 +40,7 @@ RESULTS = Path(__file__).with_name("results")
 ROOT = Path(__file__).parents[2]
 Item = Callable[[Path], Report]  # of a folder to work in
 FULL = ("mesh", "family", "compile", "recompute", "precision")
-_HEADER = "| item | result | seconds | figures |\n| --- | --- | --- | --- |\n"
+_HEADER = "| item | result | seconds | measured |\n| --- | --- | --- | --- |\n"
 
 
 def every_cell() -> Iterator[cover.Cell]:

@@ -1,4 +1,4 @@
-"""Damages one file of a run that has stopped, and goes on with it.
+"""Damages one file of a run that has stopped, and continues with it.
 
     python -m tests.campaigns.damage [--cases 20] [--seed 0] [--mesh 1x1x1x2]
 

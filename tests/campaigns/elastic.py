@@ -1,4 +1,4 @@
-"""Stops a run and goes on with another number of ranks, or on another mesh, again and again, in one folder.
+"""Stops a run and continues with another number of ranks, or on another mesh, again and again, in one folder.
 
     python -m tests.campaigns.elastic [--meshes 4 2 3 2x1x1x2] [--steps 4]
 

@@ -1,7 +1,7 @@
-"""A pretended GPU on a machine without one: FakeTensorMode's "cuda" tensors, which have shapes and devices but no values.
+"""A simulated GPU on a machine without one: FakeTensorMode's "cuda" tensors, which have shapes and devices but no values.
 
     noop_cuda.cpp   what a CPU build of PyTorch lacks of CUDA, in functions that do nothing; build.py compiles it
-    pretend.py      torch.cuda of a pretended H100
+    pretend.py      torch.cuda of a simulated H100
     watch.py        what operations would do to a real GPU: a host sync, a pageable copy, float64, no CUDA kernel
     cells.py        the configurations that run
     program.py      a run of titanlite, as train.py calls its functions, in a process with many cells

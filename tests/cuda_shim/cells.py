@@ -1,4 +1,4 @@
-"""The cells of test_cuda_shim.py: configurations that run on a pretended GPU. Imports no torch."""
+"""The cells of test_cuda_shim.py: configurations that run on a simulated GPU. Imports no torch."""
 
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ VARIANTS: dict[str, Variant] = {
         _MIXTURE | _COMPILED | _recompute(mode="selective", selective_ac_option="op"), _GROUPED
     ),
     "mixture, Muon": Variant(_MIXTURE | _optimizer(name="Muon"), _GROUPED),
-    "document_mask, further depths, compiled": Variant(
+    "document_mask, MTP modules, compiled": Variant(
         {"training": {"document_mask": True, "predict_further": 2}} | _COMPILED, attention=("flex",)
     ),
     "EMA": Variant(_optimizer(ema_decay=0.999), ("aten.lerp_.Tensor",)),
@@ -121,7 +121,7 @@ class Cell(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Which of the ranks is pretended."""
+        """Which of the ranks is simulated."""
         return self.ranks - 1 if "last rank" in self.mesh else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Runs training steps on a pretended GPU, compiled by inductor, and its Triton kernels down to machine code for sm_90.
+"""Runs training steps on a simulated GPU, compiled by inductor, and its Triton kernels down to machine code for sm_90.
 
     LD_PRELOAD=noop_cuda.so python -m tests.cuda_shim.inductor CASE...
 
@@ -45,7 +45,7 @@ from titanlite.loop.step import forward_backward, update  # noqa: E402
 from titanlite.optim.build import build_optimizer  # noqa: E402
 from titanlite.parallel import parallelize as order  # noqa: E402
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh  # noqa: E402
-from titanlite.plan.step import pretended_ranks  # noqa: E402
+from titanlite.plan.step import simulated_ranks  # noqa: E402
 from titanlite.registry.family import family_of  # noqa: E402
 from titanlite.transforms.dtypes import DTYPES  # noqa: E402
 from titanlite.transforms.meta import on_meta  # noqa: E402
@@ -190,7 +190,7 @@ def step(config: Config, parts: list[str]) -> None:
     """These parts of a training step, as CASES has them."""
     family, training = family_of(config.model), config.training
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with pretended_ranks(1), mock.patch.object(order, "on_meta", _on_meta):
+    with simulated_ranks(1), mock.patch.object(order, "on_meta", _on_meta):
         mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), "cuda")
         with fake:
             model = order.parallelize(family, config, mesh, DEVICE)

@@ -65,12 +65,12 @@ def compiled(cases: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     return {line["case"]: line["regions"] for line in map(json.loads, result.stdout.splitlines())}
 
 
-# What a block may call besides inductor's own kernels: matrix products, and attention's kernels.
+# What a block may call besides inductor's own kernels: matmuls, and attention's kernels.
 _PRODUCTS = ("mm", "addmm", "bmm")
 
 
 def fallbacks(kernels: list[dict[str, Any]]) -> list[str]:
-    """The calls that are neither Triton's kernels nor matrix products nor attention."""
+    """The calls that are neither Triton's kernels nor matmuls nor attention."""
     names = [kernel["name"] for kernel in kernels]
     return [name for name in names if not (name.startswith("triton_") or name in _PRODUCTS or "_dot_product_" in name)]
 

@@ -1,4 +1,4 @@
-"""The operations of parts of a model on a pretended GPU: generation with a cache, the loss, and the router of an MoE layer.
+"""The operations of parts of a model on a simulated GPU: generation with a cache, the loss, and the router of an MoE layer.
 
     LD_PRELOAD=noop_cuda.so python -m tests.cuda_shim.operations
 

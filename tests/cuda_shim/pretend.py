@@ -1,4 +1,4 @@
-"""torch.cuda of a pretended H100, for a process with the library of build.py preloaded. Its tensors are FakeTensorMode's."""
+"""torch.cuda of a simulated H100, for a process with the library of build.py preloaded. Its tensors are FakeTensorMode's."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Runs cells on a pretended GPU: titanlite's own functions, as train.py calls them.
+"""Runs cells on a simulated GPU: titanlite's own functions, as train.py calls them.
 
     LD_PRELOAD=noop_cuda.so python -m tests.cuda_shim.program CELL...
 
@@ -42,7 +42,7 @@ from titanlite.optim.state import run_tensors  # noqa: E402
 from titanlite.parallel import parallelize as order  # noqa: E402
 from titanlite.parallel.fsdp import GradientSync  # noqa: E402
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank  # noqa: E402
-from titanlite.plan.step import pretended_ranks  # noqa: E402
+from titanlite.plan.step import simulated_ranks  # noqa: E402
 from titanlite.registry.family import family_of  # noqa: E402
 from titanlite.transforms.meta import on_meta  # noqa: E402
 
@@ -84,7 +84,7 @@ def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str
     family, data = family_of(config.model), learnable_data(config)
     home = torch.device("cpu") if config.parallelism.cpu_offload else DEVICE
     with ExitStack() as stack:
-        stack.enter_context(pretended_ranks(ranks, rank))
+        stack.enter_context(simulated_ranks(ranks, rank))
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cuda")
         part = data_rank(mesh), data_degree(mesh)
         source = _Rows(config, data, part)

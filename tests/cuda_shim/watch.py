@@ -1,4 +1,4 @@
-"""What operations on a pretended GPU would do to a real one: faults are raised as `Fault`, with operation and line."""
+"""What operations on a simulated GPU would do to a real one: faults are raised as `Fault`, with operation and line."""
 
 import contextlib
 import re

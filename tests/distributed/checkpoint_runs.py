@@ -65,7 +65,7 @@ def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Outcome:
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     level = logger.level
-    logger.setLevel(logging.INFO)  # unlike `logger.level`, also where an earlier test of this process has asked for less
+    logger.setLevel(logging.INFO)  # unlike `logger.level`, also where an earlier test of this process has set another
     try:
         with TROUBLE[trouble[0]](*trouble[1:]) if trouble else nullcontext(), patch.object(load.dcp, "load", recorded):
             full_run(degrees, config)

@@ -118,7 +118,7 @@ REFUSALS = (
     Refusal(("family", "router", "recompute"), lambda f, r, c: f == "Mixture" and "shared" not in r and "chunks" in c,
             "nothing is computed by chunks"),
     Refusal(("router", "balance"), lambda r, b: b == "moving bias" and "bias" not in r, "there is no bias"),
-    Refusal(("experts", "received"), lambda e, r: e == "whole" and r != "in one round", "no rows travel"),
+    Refusal(("experts", "received"), lambda e, r: e == "whole" and r != "in one round", "no tokens are dispatched"),
     Refusal(("experts", "gather"), lambda e, g: e != "whole" and g == "two", "FSDP2 reshards a block over the same ranks"),
     Refusal(("experts", "mesh"), lambda e, m: e != "whole" and not re.search("shard|tp|context", m), "there is one rank"),
     Refusal(("experts", "mesh"), lambda e, m: e == "split 4" and not re.search(FOUR, m), "4 does not divide the ranks"),

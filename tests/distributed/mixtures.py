@@ -1,4 +1,4 @@
-"""Cells of mixtures of experts: runs on a mesh that are compared with one process.
+"""Cells of MoE models: runs on a mesh that are compared with one process.
 
 Experts are a choice, which rounding can change where two scores are almost equal. So the smallest margin of all choices of the
 reference is known too: rounding must be far below it.

@@ -140,7 +140,7 @@ def _share_groups_between_meshes() -> None:
     """Makes dimensions of meshes share the process group of the same ranks.
 
     A mesh has five dimensions, most of them of one rank, and tests use a dozen meshes: without this, threads and sockets of
-    their groups would add up in ranks that live as long as the tests.
+    their groups would accumulate in ranks that live as long as the tests.
     """
     from torch.distributed import device_mesh
 

@@ -101,7 +101,7 @@ def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pool
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
     forward, backward = graphs  # of all blocks
     assert (forward.copies, backward.copies) == ([], [])
-    # the forward pass: each of two sublayers gathers for its first products and adds up its last one, all overlapped
+    # the forward pass: each of two sublayers gathers for its first matmuls and reduce-scatters its last one, all overlapped
     assert (forward.operations[GATHER], forward.operations[SUM]) == (2, 2)
     assert not any("_c10d_functional" in operation for operation in forward.operations)
     # the backward pass gathers the gradients of the two sums into the products that need them; its own sums are of several

@@ -1,4 +1,4 @@
-"""The program on a pretended GPU (tests/cuda_shim): none of the faults that a GPU would show, and planted ones are named."""
+"""The program on a simulated GPU (tests/cuda_shim): none of the faults that a GPU would show, and planted ones are named."""
 
 import json
 import subprocess
@@ -70,7 +70,7 @@ def faults(request, tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("cell", slow_but(_FEW, CELLS))
-def test_the_program_runs_on_a_pretended_gpu(faults, cell):
+def test_the_program_runs_on_a_simulated_gpu(faults, cell):
     """From initialization to generation, with the right kernels of attention. In the second step no host sync, pageable copy,
     float64 kernel, tensor on the CPU, operator without CUDA kernel, or recompilation. Where experts are split, the host waits
     for the counts once in each mixture and forward pass, recomputed ones too, and for nothing else."""

@@ -1,4 +1,4 @@
-"""Expert parallelism: the gradients, losses and norms of one process, however experts are split and rows travel."""
+"""Expert parallelism: the gradients, losses and norms of one process, however experts are split and tokens dispatched."""
 
 from typing import Any
 from unittest import mock

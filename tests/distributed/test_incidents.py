@@ -1,6 +1,6 @@
-"""Steps that are not finite, or have no labels, on meshes: all ranks skip the same one, and a run goes on.
+"""Steps that are not finite, or have no labels, on meshes: all ranks skip the same one, and a run continues.
 
-test_cuda_shim.py sees what waits for the device.
+test_cuda_shim.py finds host syncs.
 """
 
 import json

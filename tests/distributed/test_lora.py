@@ -53,7 +53,7 @@ def test_frozen_weights_in_bfloat16_compute_what_float32_masters_would(pools, de
 
 
 def collectives(enable: bool) -> tuple[Counter[str], Counter[str], int]:
-    """Of the forward and the backward pass on tp 2; bytes that the latter adds up."""
+    """Of the forward and the backward pass on tp 2; bytes that the latter reduces."""
     config, mesh = config_of(TP, lora={**KEYS, "enable": enable}), mesh_of(TP)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
     batch = first_microbatch(config, mesh)

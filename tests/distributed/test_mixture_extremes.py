@@ -54,7 +54,7 @@ def config_of_extreme(cell: Cell, name: str = "AdamW") -> tuple[Config, Config]:
     own = {"model": {"name": "tests.tiny_moe", "overrides": overrides}, "optimizer": {"name": name, "lr": 5e-3}}
     if name == "Muon":
         own["optimizer"]["implementation"] = "for-loop"
-    alone = {key: value for key, value in sections.items() if key != "moe"}  # in which no rows travel
+    alone = {key: value for key, value in sections.items() if key != "moe"}  # in which no tokens are dispatched
     more = [{**each, "training": {"steps": 3, **each.get("training", {})}} for each in (sections, alone)]
     return config_of(degrees, "plain", accumulation, **own, **more[0]), config_of({}, "plain", 1, **own, **more[1])
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts on meshes: the gradients, losses and norms of one process, whatever is recomputed or compiled."""
+"""MoE models on meshes: the gradients, losses and norms of one process, with any recomputation and compilation."""
 
 import pytest
 

@@ -142,7 +142,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def exchanged(shapes: list[tuple[int, int]], used: list[int]) -> bool:
-    """Whether matrices sharded by rows, with fewer rows than ranks too, come back as what the owners made of them."""
+    """Whether matrices sharded by rows, with fewer rows than ranks too, return as what the owners made of them."""
     mesh = mesh_of({"dp_shard": dist.get_world_size()})["dp_shard"]
     wholes = [torch.arange(rows * columns).view(rows, columns) + 1000.0 * n for n, (rows, columns) in enumerate(shapes)]
     matrices = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in wholes]
@@ -159,7 +159,7 @@ def exchanged(shapes: list[tuple[int, int]], used: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("used", [[0, 1, 2, 3, 4, 5, 6], [1, 3, 5], [2]])
-def test_matrices_of_any_shape_travel_to_their_owners_and_back(pools, used):
+def test_matrices_of_any_shape_are_sent_to_their_owners_and_back(pools, used):
     shapes = [(7, 5), (3, 4), (1, 6), (2, 2), (9, 1), (7, 5), (8, 8)]
     assert all(pools[4].run(f"{HERE}:exchanged", shapes=shapes, used=used))
 

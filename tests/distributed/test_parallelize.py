@@ -1,4 +1,4 @@
-"""What sharding must do beside the right numbers: gather as often as asked, hold no more than its share, refuse bad tables."""
+"""What sharding must do beside the right numbers: gather as often as configured, hold only its share, refuse bad tables."""
 
 import itertools
 import math

@@ -25,7 +25,7 @@ from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.plan.pipeline import Action, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
-from titanlite.plan.step import local_bytes, pretended_ranks
+from titanlite.plan.step import local_bytes, simulated_ranks
 from titanlite.registry.family import family_of
 from titanlite.verify.compare import DEGREES, Comparison, Trajectory, compare, replaced
 
@@ -154,7 +154,7 @@ def passes_of(schedule: str) -> list[Action]:
 
 @pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
 def test_ranks_run_what_is_rehearsed(pools, schedule):
-    with pretended_ranks(2):
+    with simulated_ranks(2):
         expected = orders(schedule, 2, 4, 2 * STAGES_OF_A_RANK[schedule])
     assert pools[2].run(f"{HERE}:passes_of", schedule=schedule) == expected
 

@@ -1,4 +1,4 @@
-"""The pool of ranks names who failed and how, and goes on with new ranks."""
+"""The pool of ranks names who failed and how, and continues with new ranks."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ HERE = "tests.distributed.test_pool"
 
 
 def add_up(fail: str = "", failing: int = -1) -> int:
-    """All ranks add up their numbers; the failing one does not come."""
+    """All ranks sum their numbers; the failing one does not come."""
     rank = torch.tensor(dist.get_rank())
     if rank == failing and fail == "raise":
         raise ValueError("no more")

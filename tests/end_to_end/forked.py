@@ -98,7 +98,7 @@ def train(*words: object, folder: Path, ranks: int = 1, timeout: float = PATIENC
 
 
 def _ranks(count: int) -> list[dict[str, str]]:
-    """What torchrun tells each of its ranks."""
+    """The variables that torchrun sets for each of its ranks."""
     if count == 1:
         return [{}]
     same = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}

@@ -29,7 +29,7 @@ def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):
 
 
 # All variants but those that are the plain run on CI's own processor, which has AVX-512 and takes one thread, and more orders.
-# A run takes as many as can be together; which one it was, `make campaign PART=processors` tells.
+# A run takes as many as can be together; which one it was, `make campaign PART=processors` prints.
 _TOGETHER = {
     "an old processor, another user": (
         *("ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBILITY", "ONEDNN_MAX_CPU_ISA=SSE41"),

@@ -120,7 +120,7 @@ def test_two_ranks_with_workers_see_the_same_losses_and_leave_no_process(finishe
 
 
 def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unless_allowed(finished):
-    """The text of a source is edited; the run is asked to go on."""
+    """The text of a source is edited; the run is resumed."""
     shutil.copytree(finished / "one", finished / "changed")
     chats = finished / "chats.jsonl"
     before = chats.read_text()

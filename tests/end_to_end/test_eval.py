@@ -74,7 +74,7 @@ def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
     def log_probability(context: list[int], new: list[int]) -> float:
-        shown = (context + new)[-33:]  # the model is shown 32 tokens, and asked for the one after them
+        shown = (context + new)[-33:]  # the model is shown 32 tokens, and predicts the next one
         found = model(torch.tensor([shown[:-1]])).logits[0].log_softmax(-1)
         return sum(found[place - 1, shown[place]].item() for place in range(len(shown) - len(new), len(shown)))
 

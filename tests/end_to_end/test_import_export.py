@@ -139,7 +139,7 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
 
 @pytest.mark.slow
 def test_no_rank_of_an_import_holds_more_than_its_slices(tmp_path):
-    """Figures of 8 billion parameters: benchmarks/results/hf_import.md."""
+    """Results for 8 billion parameters: benchmarks/results/hf_import.md."""
     held = {}
     for layers in (1, 40):
         folder = tmp_path / str(layers)

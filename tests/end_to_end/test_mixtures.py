@@ -1,4 +1,4 @@
-"""Mixtures of experts as a user runs them: each family is trained with split experts, exported, evaluated, continues text, is
+"""MoE models as a user runs them: each family is trained with split experts, exported, evaluated, continues text, is
 verified and estimated, and refuses adapters of its experts; runs are killed and go on; a dense model becomes a mixture."""
 
 import json

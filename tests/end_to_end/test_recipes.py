@@ -19,7 +19,7 @@ from titanlite.loop.step import build_model
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import GIB, RESERVE
-from titanlite.plan.step import pretended_ranks
+from titanlite.plan.step import simulated_ranks
 from titanlite.registry.family import family_of
 from titanlite.tools import estimate as tool
 from titanlite.transforms.compile import has_compiler
@@ -150,7 +150,7 @@ def test_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with pretended_ranks(1):
+    with simulated_ranks(1):
         mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), "cpu")
         model = build_model(family_of(config.model), config, mesh, torch.device("cpu"))
         seq, tokens = SeqInfo(torch.arange(512).expand(2, 512)), torch.zeros(2, 512, dtype=torch.int64)

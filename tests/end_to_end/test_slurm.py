@@ -95,7 +95,7 @@ class Job(NamedTuple):
         return int((self.folder / "srun.pid").read_text())
 
     def requests(self) -> list[str]:
-        """What scontrol was asked to do."""
+        """The arguments that scontrol got."""
         path = self.folder / "requests"
         return path.read_text().splitlines() if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""What a command imports before it answers: nobody waits for torch to read a help text or the name of a misspelt key."""
+"""What a command imports before it answers: no import of torch to read a help text or the name of a misspelt key."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, that are started again, and whose ranks fail or hang in the middle of a step.
+"""Runs that are stopped, that are started again, and whose ranks fail or hang in the middle of a step.
 
 Nothing done is lost, the exit code says what to do, what is reported names the culprit, and no process is left.
 """

@@ -13,7 +13,7 @@ CASES: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
     "no arguments": ("", {}, ("give a configuration first",)),
     "ranks as an option": ("run.toml --ranks 4", {}, ("ranks = ", "NGPU x NNODES")),
     "NGPU is a word": ("run.toml", {"NGPU": "abc"}, ("NGPU=abc", "whole number")),
-    "two nodes without a meeting point": ("run.toml", {"NNODES": "2"}, ("NNODES=2 needs RDZV_ENDPOINT",)),
+    "two nodes without a rendezvous endpoint": ("run.toml", {"NNODES": "2"}, ("NNODES=2 needs RDZV_ENDPOINT",)),
     "three faults at once": (
         "run.toml --optimizer.lr=-1 --optimizer.name=SGD --training.steps=x",
         {},

@@ -334,7 +334,7 @@ def _entries() -> Iterator[Case]:
             entry = f"{{ {path}{name} = {value} }}"
             yield read(f"{name} {what}", entry, rf"training\.sources, entry 1: {name} = ")
     infinite = '{ path = "a", weight = 1e308 }, { path = "b", weight = 1e308 }'
-    yield read("weights that add up to infinity", infinite, r"training\.sources.*weight")
+    yield read("weights whose sum is infinite", infinite, r"training\.sources.*weight")
     yield read("a misspelt key", '{ path = "a", wieght = 1.0 }', "did you mean weight")
 
 

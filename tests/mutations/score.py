@@ -62,7 +62,7 @@ CORRECT = {
     "tests.forks.right.value_residual:plain": "values of the first layer in all others, a mixing matrix",
     "tests.forks.right.linear_attention:plain": "gated linear attention that generates from a state",
     "tests.forks.right.attention_temperature:plain": "attention that depends on the position in a document",
-    "tests.forks.right.dense_mixture:plain": "a mixture of experts that computes all of them",
+    "tests.forks.right.dense_mixture:plain": "an MoE layer that computes all experts",
 }
 
 

@@ -1,4 +1,4 @@
-"""A run with parts of the user's own as a user starts it: a rank is killed and the run goes on."""
+"""A run with parts of the user's own as a user starts it: a rank is killed and the run continues."""
 
 from pathlib import Path
 

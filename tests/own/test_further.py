@@ -54,7 +54,7 @@ def trajectory(pools: dict[int, Pool], degrees: dict[str, int], config: Config) 
 
 
 def plain_losses(config: Config, weights: dict[str, Tensor], tokens: Tensor) -> tuple[Any, list[Tensor]]:
-    """The model in float64, and the mean loss of the next token and of each further depth, one position after another."""
+    """The model in float64, and the mean loss of the next token and of each MTP module, one position after another."""
     model = on_meta(family_of(config.model), config)
     model.load_state_dict({name: value.double() for name, value in weights.items()}, assign=True)
     model.requires_grad_()
@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
 
 
 def faults_of(folder: Path, ranks: int, **keys: Any) -> list[str]:
-    """Those that name the number of further depths."""
+    """Those that name the number of MTP modules."""
     model = {"name": "tests.tiny", "flavor": "large", **keys.pop("model", {})}
     training = {"local_batch_size": 2, **keys.pop("training", {})}
     config = configured({}, training=training, model=model, job={"dump_folder": str(folder)}, **keys)

@@ -12,7 +12,7 @@ from titanlite.config.read import Faults
 from titanlite.loop.checks import check
 from titanlite.optim import balance
 
-pytestmark = pytest.mark.usefixtures("group_of_file")  # counts are added up over all ranks
+pytestmark = pytest.mark.usefixtures("group_of_file")  # counts are summed over all ranks
 DIM, EXPERTS, TOP_K, ROWS, LENGTH = 12, 6, 2, 3, 7
 
 

@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------------- the moment of truth
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a file's name by its number")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows a file's name by its descriptor")
 def test_what_gets_the_name_of_a_checkpoint_is_whole_and_on_the_disk(tmp_path, monkeypatch):
     """Whatever ends the machine: before the renaming there is nothing, after it everything is there."""
     events: list[Any] = []

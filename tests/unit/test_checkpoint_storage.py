@@ -1,4 +1,4 @@
-"""No code from data: what a forged checkpoint asks for is not done, the file is named, and no changed byte passes."""
+"""No code from data: what a forged checkpoint requests is not done, the file is named, and no changed byte passes."""
 
 import copy
 import io
@@ -91,7 +91,7 @@ def saved(value: Any, zipped: bool = True) -> bytes:
 
 
 class Recording(storage._Unpickler):
-    """Notes what it is asked for."""
+    """Notes the names that it must find."""
 
     asked: set[tuple[str, str]]
 

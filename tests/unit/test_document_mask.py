@@ -90,7 +90,7 @@ def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents_one_by_one(n
     batch, model = packed(lengths, padding), tiny(flavor)
     loss, gradients = loss_and_gradients(model, [batch])
     documents = [Batch(tokens[None]) for _, _, tokens in alone(batch, lengths) if len(tokens) > 1]
-    if not documents:  # nobody is asked for anything
+    if not documents:  # nothing is requested
         assert loss == 0
         assert all(gradient.eq(0).all() for gradient in gradients.values())
         return

@@ -1,4 +1,4 @@
-"""What a family's LIMITS declares is refused where a run or a command asks for it, and nothing else is."""
+"""What a family's LIMITS declares is refused where a run or a command needs it, and nothing else is."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def _parallel(name: str, degree: int = 2) -> dict[str, Any]:
     return {"parallelism": {f"{name}_parallel_degree": degree}}
 
 
-# what a run asks for -> its keys, its ranks, and which declarations refuse it
+# what a run requires -> its keys, its ranks, and which declarations refuse it
 ASKS: dict[str, tuple[dict[str, Any], int, Any]] = {
     "parallelism.pipeline_parallel_degree": (_parallel("pipeline"), 2, lambda stages, **_: not stages),
     "parallelism.context_parallel_degree": (_parallel("context"), 2, lambda causal, **_: not causal),

@@ -40,7 +40,7 @@ def _megatron_index(documents: list[Sequences], code: int) -> bytes:
 
 
 def _megatron(prefix: Path, documents: list[Sequences], code: int = 8, behind: bytes = b"") -> Path:
-    """A pair of files as Megatron-LM writes it; behind: what follows in NAME.idx."""
+    """A pair of files as Megatron-LM writes it; behind: further bytes of NAME.idx."""
     ids = [token for document in documents for sequence in document for token in sequence]
     path_of(prefix, "bin").write_bytes(struct.pack(f"<{len(ids)}{_CODES[code][0]}", *ids))
     path_of(prefix, "idx").write_bytes(_megatron_index(documents, code) + behind)

@@ -56,7 +56,7 @@ def launcher(tmp_path: Path) -> Launcher:
 
 
 def start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A rank that runs $SCRIPT, with all signals held back, as the fork server starts one."""
+    """A rank that runs $SCRIPT, with all signals blocked, as the fork server starts one."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGQUIT))
     try:
         script = [sys.executable, "-c", environment["SCRIPT"]]

@@ -35,7 +35,7 @@ def _tokens() -> tuple[torch.Tensor, SeqInfo]:
 # ------------------------------------------------------------------------------------------------------ sizes and FLOPs
 
 
-# What the safetensors headers of the published weights add up to. Gemma 3's 4b, 12b and 27b are published with a part that sees
+# The sums of the safetensors headers of the published weights. Gemma 3's 4b, 12b and 27b are published with a part that sees
 # images, 416,867,184 numbers and a matrix onto the text model's features, which are taken off here.
 def _of_text(total: int, dim: int) -> int:
     return total - 416_867_184 - 1152 * dim
@@ -85,7 +85,7 @@ _PUBLISHED = {
         "671b": 671_026_404_352,
         "kimi-k2": 1_026_408_209_408,
     },
-    # 20.91 and 116.83 billion in table 1 of arXiv:2508.10925; the files are quantized, so their headers add up to others
+    # 20.91 and 116.83 billion in table 1 of arXiv:2508.10925; the files are quantized, so their headers have other sums
     gpt_oss: {"20b": 20_914_757_184, "120b": 116_829_156_672},
 }
 
@@ -105,7 +105,7 @@ def test_flops_equal_those_that_pytorch_counts(name, flavor):
     """Backward costs twice the forward pass; PyTorch counts attention over the whole sequence, as PaLM does."""
     family = load_family(name, flavor)
     model, (tokens, seq) = _model(family), _tokens()
-    # the counter knows no CPU attention kernel; the plain one is made of matrix products
+    # the counter knows no CPU attention kernel; the plain one is made of matmuls
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.head(model(tokens, seq))
     assert family.module.flops(family.config, _SEQ).palm == 3 * counter.get_total_flops() / (_BATCH * _SEQ)

@@ -1,4 +1,4 @@
-"""A mixture of experts on one process: against a loop over tokens, in one graph, with its FLOPs counted; what it excludes."""
+"""An MoE layer on one process: against a loop over tokens, in one graph, with its FLOPs counted; what it excludes."""
 
 import itertools
 

@@ -1,7 +1,7 @@
 """Inputs of blocks in the host's memory: the same gradients, one block ahead on the device, and nothing left afterwards.
 
-The streams of a GPU are pretended here: every copy ends at once. tests/distributed/test_cuda_shim.py runs the program on a
-pretended GPU, and test_cuda.py on a real one.
+The streams of a GPU are simulated here: every copy ends at once. tests/distributed/test_cuda_shim.py runs the program on a
+simulated GPU, and test_cuda.py on a real one.
 """
 
 import contextlib

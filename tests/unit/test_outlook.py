@@ -111,9 +111,9 @@ def test_the_mesh_of_a_configuration_is_what_the_plan_chooses_from():
     assert choice_of(config, 32) == Choice(pp=2, dp_shard=4, tp=4, stages=2, microbatch=4, recompute="full")
 
 
-@pytest.mark.parametrize("pretended", ["h200", None])
-def test_a_run_prints_one_line_after_its_20th_step(caplog, monkeypatch, group_of_one, tmp_path, pretended):
-    monkeypatch.setattr(outlook, "entry", lambda _: pretended)
+@pytest.mark.parametrize("simulated", ["h200", None])
+def test_a_run_prints_one_line_after_its_20th_step(caplog, monkeypatch, group_of_one, tmp_path, simulated):
+    monkeypatch.setattr(outlook, "entry", lambda _: simulated)
     caplog.set_level(logging.INFO)
     config = Config.model_validate(
         {
@@ -126,6 +126,6 @@ def test_a_run_prints_one_line_after_its_20th_step(caplog, monkeypatch, group_of
     full_run({}, config)
     messages = [record.message for record in caplog.records]
     found = [number for number, message in enumerate(messages) if message.startswith("step time ")]
-    assert len(found) == (pretended is not None)
+    assert len(found) == (simulated is not None)
     for number in found:
         assert re.match(r"step 20/32 ", messages[number - 1]) and "slower than it could be: " in messages[number]

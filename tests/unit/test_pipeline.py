@@ -13,7 +13,7 @@ from titanlite.loop.checks import check
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, assign_stages, balanced, split_layers
 from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.pipeline import Action, held_after, orders, rehearse
-from titanlite.plan.step import pretended_ranks
+from titanlite.plan.step import simulated_ranks
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
 from titanlite.verify.compare import replaced
@@ -70,7 +70,7 @@ def test_every_tensor_is_on_one_rank_but_a_tied_one(schedule, flavor):
 def test_the_idle_time_of_equal_stages_is_that_of_the_closed_form(schedule, ranks, microbatches):
     """(p - 1) / (v m + p - 1) for p ranks with v stages each and m microbatches (Narayanan et al., arXiv:2104.04473, 2.2)."""
     several = STAGES_OF_A_RANK[schedule]
-    with pretended_ranks(ranks):
+    with simulated_ranks(ranks):
         order = orders(schedule, ranks, microbatches, several * ranks)
     stages = several * ranks
     idle = rehearse(order, [1.0] * stages, [2.0] * stages).bubble
@@ -95,10 +95,10 @@ def test_gradients_exist_from_the_first_backward_pass_of_a_stage_on():
 
 
 def test_a_schedule_that_stops_is_found():
-    with pretended_ranks(2):
+    with simulated_ranks(2):
         order = orders("GPipe", 2, 4, 2)
     order[1] = [order[1][-1], *order[1][:-1]]  # the last backward pass first
-    with pytest.raises(UserError, match="because ranks wait for each other"):
+    with pytest.raises(UserError, match="the schedule deadlocks"):
         rehearse(order, [1.0, 1.0], [2.0, 2.0])
 
 

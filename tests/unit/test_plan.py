@@ -1,4 +1,4 @@
-"""Predictions: traffic, FLOPs and memory of steps on pretended ranks, and their extrapolation over layers and microbatches."""
+"""Predictions: traffic, FLOPs and memory of steps on simulated ranks, and their extrapolation over layers and microbatches."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from titanlite.plan.layers import Layers
 from titanlite.plan.moments import PHASES
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
-from titanlite.plan.step import Update, measure_update, pretended_ranks
+from titanlite.plan.step import Update, measure_update, simulated_ranks
 from titanlite.registry.family import Family, family_of
 
 
@@ -46,7 +46,7 @@ SEVEN = {
     "tp 2, adapters, every second layer": Case(TP, "seven", reduced="every second layer", others=ADAPTERS),
     "hybrid, two gathered ahead": Case(HYBRID, "seven", parallelism={"fsdp_prefetch": 2}),
     "2 x 2, Muon": Case(BOTH, "seven", others=MUON),
-    "2 x 2, two further depths": Case(BOTH, "seven", accumulation=2, training={"predict_further": 2}),
+    "2 x 2, two MTP modules": Case(BOTH, "seven", accumulation=2, training={"predict_further": 2}),
     "shard 2, gathers in float8": Case(SHARD, "seven", others=FLOAT8_GATHERS),
 }
 
@@ -178,7 +178,7 @@ def test_a_measured_size_does_not_hang_on_what_was_there_before():
 
 def test_tensors_of_whole_shapes_on_which_dtensor_derives_placements_are_no_memory():
     """PyTorch 2.11 derives those of an update in each step, and 120 GiB were predicted of 8B's."""
-    with pretended_ranks(64):
+    with simulated_ranks(64):
         mesh, allocations = init_device_mesh("cpu", (64,)), Allocations()
         with FakeTensorMode(), allocations:
             shards = DTensor.from_local(torch.empty(10, 13), mesh, [Shard(0)], run_check=False)

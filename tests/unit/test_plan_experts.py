@@ -1,4 +1,4 @@
-"""Predictions with experts that are split over ranks: what the exchange of rows sends, computes and holds, from shapes."""
+"""Predictions with experts that are split over ranks: what dispatch and combine send, computes and holds, from shapes."""
 
 import json
 

@@ -1,6 +1,6 @@
 """What a rank holds in each phase of a step is what a prediction says of it, for one microbatch and for several.
 
-Tensors are real, and other ranks are pretended: when a thread of gloo gives back a buffer would be chance.
+Tensors are real, and other ranks are simulated: when a thread of gloo gives back a buffer would be chance.
 """
 
 import re
@@ -21,7 +21,7 @@ from titanlite.plan.fused import _Kernels
 from titanlite.plan.moments import PHASES, MemoryEstimate, picture
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
-from titanlite.plan.step import pretended_ranks
+from titanlite.plan.step import simulated_ranks
 from titanlite.registry.family import family_of
 
 CASES = {
@@ -59,7 +59,7 @@ def peaks(config: Config, ranks: int) -> dict[str, int]:
 @pytest.mark.parametrize("name", slow_but(["one process", "shard 2, three microbatches"], CASES))
 def test_each_phase_holds_what_is_predicted_of_it(name):
     config = CASES[name].config()
-    with pretended_ranks(CASES[name].ranks):
+    with simulated_ranks(CASES[name].ranks):
         found = peaks(config, CASES[name].ranks)
     prediction = predict(config, CASES[name].ranks, "cpu")
     for phase in PHASES:

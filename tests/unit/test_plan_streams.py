@@ -13,7 +13,7 @@ from titanlite.ground.torch_private import BEFORE_2_13, register_partitioning
 from titanlite.parallel.mesh import build_mesh, resolve_degrees
 from titanlite.plan import fused
 from titanlite.plan.job import job_of
-from titanlite.plan.step import Setup, measure_memory, pretended_ranks
+from titanlite.plan.step import Setup, measure_memory, simulated_ranks
 from titanlite.plan.time import Choice, forward
 from titanlite.registry.family import family_of
 
@@ -107,7 +107,7 @@ def test_the_elementwise_bytes_of_a_block_are_those_of_its_fused_kernels(model, 
     )
     family = family_of(config.model)
     counted.clear()
-    with pretended_ranks(1):
+    with simulated_ranks(1):
         mesh = build_mesh(resolve_degrees(config.parallelism, 1), "cpu")
         measure_memory(Setup(family, config, mesh, "cuda", {}, True), ["0"], False)
     job = job_of(config, "h200", 8, 1)

@@ -189,7 +189,7 @@ def test_other_overrides_are_another_architecture_and_those_of_an_equal_flavor_a
 
 
 def test_dimensions_that_json_writes_in_another_way_are_no_change():
-    """A dimension may be a tuple, which comes back as a list."""
+    """A dimension may be a tuple, which JSON returns as a list."""
 
     @dataclasses.dataclass(frozen=True)
     class Own:

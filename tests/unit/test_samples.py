@@ -1,6 +1,6 @@
 """What stands in a row under each document policy, which of it is predicted, and in which proportion sources give rows.
 
-Tokens are numbered through each file from 1 on, so that a token tells its place, and 0 is padding.
+Tokens are numbered through each file from 1 on, so that a token shows its position, and 0 is padding.
 """
 
 import itertools

@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import PATIENCE
 from titanlite.launch import stacks
 
-# Where the launcher has held back SIGQUIT, as it does for every rank.
+# Where the launcher has blocked SIGQUIT, as it does for every rank.
 RANK = """
 import ctypes, os, signal, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a rank does when it is asked to stop, and when its time is over."""
+"""What a rank does at a request to stop, and when its time is over."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def test_a_second_request_ends_the_rank_by_its_signal(signals):
 
 def test_a_second_request_ends_a_rank_that_is_stuck_in_a_library():
     stuck = "import ctypes, threading; threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()"
-    stuck += "; ctypes.CDLL(None).pause()"  # the first signal has come back from it already: only the second one interrupts
+    stuck += "; ctypes.CDLL(None).pause()"  # the first signal has returned from it already: only the second one interrupts
     assert listen("SIGTERM", after=stuck) == (-signal.SIGTERM, "")
 
 

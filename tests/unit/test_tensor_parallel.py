@@ -1,4 +1,4 @@
-"""Tensor parallelism of a pretended rank: what it copies beside its collectives, and which sequences its tokens are of."""
+"""Tensor parallelism of a simulated rank: what it copies beside its collectives, and which sequences its tokens are of."""
 
 from collections import Counter
 from typing import Any
@@ -13,7 +13,7 @@ from tests.distributed.scenarios import CPU, config_of
 from titanlite.data.batch import Batch
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.plan.step import pretended_ranks
+from titanlite.plan.step import simulated_ranks
 from titanlite.registry.family import family_of
 
 COPIES = ("aten::cat", "aten::stack", "aten::clone", "aten::copy_")
@@ -58,7 +58,7 @@ def test_collectives_send_and_receive_without_a_copy_beside_them(batch):
     training = {"global_batch_size": batch, "local_batch_size": batch}
     config = config_of({"tp": 2}, training=training, parallelism={"tensor_parallel_degree": 2})
     family = family_of(config.model)
-    with pretended_ranks(2):
+    with simulated_ranks(2):
         mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1) | {"tp": 2}, "cpu")
         model = build_model(family, config, mesh, CPU)
         with BesideCollectives(batch * config.training.seq_len * family.config.dim) as beside:

@@ -71,8 +71,8 @@ def hostname_fault() -> str:
     (ProcessGroupGloo::createDefaultDevice). The /etc/hosts of Debian maps the hostname to 127.0.1.1. The ranks of
     the other nodes would wait until the timeout. Launchers that meet at a loopback address are all on this node.
     """
-    meeting = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
-    if os.environ.get("GLOO_SOCKET_IFNAME") or meeting in ("localhost", "127.0.0.1", "[::1]"):
+    endpoint = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
+    if os.environ.get("GLOO_SOCKET_IFNAME") or endpoint in ("localhost", "127.0.0.1", "[::1]"):
         return ""
     name, address = socket.gethostname(), ""
     with contextlib.suppress(socket.gaierror):  # no address

@@ -47,7 +47,7 @@ def open_dump(dump_folder: Path, rank: int) -> None:
     Call it after rank 0 has the lock of the run directory: the ranks of another run write to the same files.
     """
     _open(file_of(dump_folder, rank))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # held back by the launcher until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # blocked by the launcher until here
 
 
 def _open(path: Path) -> None:

@@ -57,7 +57,7 @@ class StepRecord(NamedTuple):
     first_sample: int  # of its global batch, counted over the whole run
     loss: float | None  # None: no token was a label
     norm: float  # of the gradient, before clipping
-    further: float | None = None  # the mean loss of further depths; None: there are none
+    further: float | None = None  # the mean loss of the MTP modules; None: there are none
 
 
 class Steps:

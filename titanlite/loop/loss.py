@@ -1,7 +1,7 @@
 """From a batch to the loss: one function for every pass over data.
 
 A step's loss is the sum of the cross entropies of all its labels, over all ranks and microbatches, divided by their number, so
-that neither the mesh nor accumulation changes it. With training.predict_further, the mean loss of each further depth over its
+that neither the mesh nor accumulation changes it. With training.predict_further, the mean loss of each MTP module over its
 own labels is added, times predict_further_weight / predict_further.
 """
 
@@ -37,7 +37,7 @@ class StepLoss(NamedTuple):
 
     share: Tensor  # () float32; the shares of all data-parallel ranks sum to the loss
     labels: Tensor | None  # () float32, the labels of the global batch; None: every token is one
-    further: Tensor | None = None  # () float32; the shares of all data-parallel ranks sum to the mean loss of further depths
+    further: Tensor | None = None  # () float32; the shares of all data-parallel ranks sum to the MTP modules' mean loss
 
 
 def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
@@ -49,7 +49,7 @@ def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
 
 
 def count_further(batch: Batch, mesh: DeviceMesh, depths: int) -> Tensor:
-    """The number of labels of each further depth, (depths,) float32."""
+    """The number of labels of each MTP module, (depths,) float32."""
     counts = [(batch.further(depth)[1] != IGNORE).sum() for depth in range(1, depths + 1)]
     return sum_over(DATA_DIMENSIONS, torch.stack(counts), mesh).float()
 
@@ -67,7 +67,7 @@ def summed_loss(model: Decoder, batch: Batch) -> Tensor:
 
 
 def summed_loss_with_further(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """`summed_loss` of one microbatch, and the same of each further depth for its own labels, (depths,) float32."""
+    """`summed_loss` of one microbatch, and the same of each MTP module for its own labels, (depths,) float32."""
     assert model.head is not None
     depths = further_of(model)
     inputs, labels, seq = to_microbatch(model, batch)
@@ -116,13 +116,13 @@ def sequence_of(inputs: Tensor, documents: Tensor | None) -> SeqInfo:
 _FURTHER = "training.predict_further > 0"
 _CONFLICTS: tuple[Conflict, ...] = (
     (_FURTHER, "parallelism.pipeline_parallel_degree > 1", "no stage has the embedding and the head; set one of them back"),
-    (_FURTHER, "lora.enable = true", "further depths begin random, and LoRA trains adapters alone; set one of them back"),
+    (_FURTHER, "lora.enable = true", "MTP modules begin random, and LoRA trains adapters alone; set one of them back"),
     (_FURTHER, "distillation.teacher is set", "a teacher has no logits for later tokens; set one of them back"),
 )
 
 
 def _further_faults(config: Config, model: Decoder) -> Iterator[str]:
-    """What further depths exclude, and models whose last block cannot be repeated."""
+    """Options that MTP modules exclude, and models whose last block cannot be repeated."""
     yield from conflicts(config, _CONFLICTS)
     cfg = config.training
     key = f"training.predict_further = {cfg.predict_further}"
@@ -135,7 +135,7 @@ def _further_faults(config: Config, model: Decoder) -> Iterator[str]:
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
-    """What excludes further depths; a z-loss that the head does not compute; a RoPE scaling by the length of the text."""
+    """Options that exclude MTP modules; a z-loss that the head does not compute; a RoPE scaling by the length of the text."""
     yield from _further_faults(config, model)
     if config.training.z_loss and not isinstance(model.head, Head):
         yield (

@@ -256,7 +256,7 @@ class Pipeline:
         return self._losses
 
     def _loss_after_forward(self, hidden: Tensor, number: Tensor) -> Tensor:
-        """PyTorch requests a loss after each forward pass of the last stage. The one with gradients follows in `LateStage`."""
+        """PyTorch requests a loss after each forward pass of the last stage. `LateStage` computes the one with gradients."""
         if self._parts[-1].has_backward:
             return hidden.new_zeros(())  # a placeholder, which nothing reads
         return self._backward_loss(hidden, int(number))

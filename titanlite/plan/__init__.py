@@ -2,7 +2,7 @@
 
 predict.py  the prediction: a few layers are measured, and the others extrapolated
 layers.py   which layers are measured, and how many each stands for
-step.py     the parts of a step on pretended ranks and tensors without memory
+step.py     the parts of a step on simulated ranks and fake tensors
 record.py   allocations, FLOPs and collectives, as they pass PyTorch's dispatcher
 experts.py  the same of the two operations that dispatch and combine tokens
 report.py   the prediction as text, and what it leaves out

@@ -71,7 +71,7 @@ def on_busiest_rank(shares: tuple[int, ...], layout: Layout) -> tuple[Load, Load
     of_ranks = [of_experts[first:][: layout.experts] for first in range(0, len(shares), layout.experts)]
     reached, rows = [_any_of(each, of_experts, layout.copies) for each in of_ranks], [sum(each) for each in of_ranks]
     busiest = max(range(layout.ranks), key=rows.__getitem__)
-    with disable_current_modes():  # pretended tensors have no values
+    with disable_current_modes():  # fake tensors have no values
         tokens = torch.tensor([min(layout.tokens, each * layout.part) for each in range(layout.parts + 1)])
         cuts = cuts_of((torch.tensor(rows)[:, None] * layout.ranks * tokens).long(), layout)
         kept = int(tokens[cuts[min(layout.kept_chunks, len(cuts) - 1)]])

@@ -30,7 +30,7 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
     if config.lora.enable:
         raise UserError("lora.enable = true: plan does not know frozen weights; compare meshes with titanlite estimate")
     if training.predict_further:
-        raise UserError("training.predict_further: plan does not know further depths; compare meshes with titanlite estimate")
+        raise UserError("training.predict_further: plan does not support MTP modules; compare meshes with titanlite estimate")
     if config.distillation.teacher:
         raise UserError("distillation.teacher: plan does not know a second model; compare meshes with titanlite estimate")
     if config.parallelism.cpu_offload:

@@ -48,7 +48,7 @@ def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssign
             size += p.numel() * state_bytes(name, p, config.optimizer)
             if not late:
                 size += p.numel() * p.element_size()
-        # experts are split over all ranks of a replica, or know no tensor parallelism
+        # experts are split over all ranks of a replica, or tensor parallelism does not split them
         whole_over_tp = id(p) in apart and config.parallelism.expert_parallel_degree == 1
         total += size * (degrees["tp"] if whole_over_tp else 1)
     kept = total // (degrees["dp_shard"] * degrees["cp"] * degrees["tp"])

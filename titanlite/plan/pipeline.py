@@ -104,7 +104,7 @@ def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequ
                 waiting.remove(rank)
         if waiting and not moved:
             stuck = ", ".join(f"rank {rank} before {order[rank][nexts[rank]]}" for rank in sorted(waiting))
-            raise UserError(f"the schedule stops, because ranks wait for each other: {stuck}")
+            raise UserError(f"the schedule deadlocks: {stuck}")
     return Rehearsal(1 - busy / (len(order) * max(clocks)), done)
 
 

@@ -36,7 +36,7 @@ from titanlite.plan.step import (
     measure_memory,
     measure_update,
     measure_work,
-    pretended_ranks,
+    simulated_ranks,
     trained,
 )
 from titanlite.plan.trace import Trace, routings
@@ -86,7 +86,7 @@ def predict(
     given, degree, whole = config, config.parallelism.pipeline_parallel_degree, as_measured(config)
     config = pipeline.flat(whole, memory=True) if degree > 1 else whole
     family = family_of(config.model)
-    with pretended_ranks(ranks // degree):
+    with simulated_ranks(ranks // degree):
         parameters = sum(p.numel() for p in on_meta(family_of(whole.model), whole).parameters())
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks // degree), "cpu")
         model, replicas = parallelize(family, config, mesh, torch.device("cpu")), mesh["dp_replicate"].size()
@@ -118,7 +118,7 @@ def predict(
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
     deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
     accumulated = gradients if accumulates else 0
-    # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
+    # FSDP2 accumulates unreduced gradients in the precision of the reduction.
     if accumulates and deferred.shards:
         accumulated = reduced * unsharded(config, model)
     elif accumulates and deferred.replicas and replicas > 1:
@@ -177,7 +177,7 @@ def of_worst_rank(
     every = assign_stages(config, family, whole)
     received = received_by_stages(flow, split_layers(config, family, whole))
     costs = stage_costs(config, family, whole)
-    with pretended_ranks(degree):
+    with simulated_ranks(degree):
         schedule = config.parallelism.pipeline_parallel_schedule
         order = pipeline.orders(schedule, degree, measured.microbatches, len(costs))
     backward = 3 if config.activation_checkpoint.mode == "full" else 2

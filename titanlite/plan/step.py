@@ -1,4 +1,4 @@
-"""Parts of a training step on pretended ranks: FakeTensorMode tensors, which have no memory, and a fake process group.
+"""Parts of a training step on simulated ranks: FakeTensorMode tensors, which have no memory, and a fake process group.
 
 The modules, hooks and functions are those of a run. Tensors are on the CPU; for a GPU, attention and norms have the operations
 that CUDA has, and the loss its sizes of chunks. Compiled blocks keep what inductor's own partitioner keeps, and run uncompiled.
@@ -41,11 +41,11 @@ from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.parameters import tie
 from titanlite.transforms.shards import local_part
 
-FURTHER = "further"  # the scope of what further depths embed
+FURTHER = "further"  # the scope of the embeddings of MTP modules
 
 
 @contextmanager
-def pretended_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
+def simulated_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
     """A process group in which this process is `rank` of `ranks`, and the others never answer. There must be none before."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
@@ -68,7 +68,7 @@ class Setup(NamedTuple):
 class MicrobatchMemory(NamedTuple):
     """Bytes of one microbatch, on top of masters, optimizer state and the gradients of microbatches before it."""
 
-    kept: dict[str, int]  # what each layer, and each further depth, keeps from its forward pass for its backward pass
+    kept: dict[str, int]  # what each layer, and each MTP module, keeps from its forward pass for its backward pass
     # what each of them, "embed" and "head" leave behind in their backward passes: gradients, if they had none
     left: dict[str, int]
     peaks: dict[str, int]  # the most bytes during each phase of a layer, "embed" or "head": "backward 0", "loss head"
@@ -116,7 +116,7 @@ def measure_memory(setup: Setup, layers: Sequence[str], accumulates: bool) -> Mi
 class ScopeWork(NamedTuple):
     """What happens in one scope of the program in a step."""
 
-    scope: str  # one of the few layers or a further depth, "embed", FURTHER, "head", or "" before the first microbatch
+    scope: str  # one of the few layers or an MTP module, "embed", FURTHER, "head", or "" before the first microbatch
     work: Work
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.search import SCHEDULES
-from titanlite.plan.step import pretended_ranks
+from titanlite.plan.step import simulated_ranks
 from titanlite.plan.time import Choice, Job, step
 
 _COMPUTES, _WAITS = 1, 2  # rows of a process
@@ -26,7 +26,7 @@ def events(job: Job, choice: Choice) -> list[dict[str, Any]]:
     waited /= choice.stages * microbatches
     forward = 1 / {"none": 3.0, "selective": 3.5, "full": 4.0}[choice.recompute]
     stages = choice.pp * choice.stages
-    with pretended_ranks(choice.pp):
+    with simulated_ranks(choice.pp):
         order = orders(SCHEDULES[choice.stages], choice.pp, microbatches, stages)
     ends = rehearse(order, [forward * unit] * stages, [(1 - forward) * unit] * stages).ends
     found = [_named(rank, row, name) for rank in range(choice.pp) for row, name in ((0, f"stage {rank}"), *_ROWS)]

@@ -2,7 +2,7 @@
     [--timeline FILE.svg] [--section.key value ...]
 
 Predicts what rank 0 of a run on N ranks holds, computes and sends in a step, on one machine without a GPU. It builds the whole
-model on the meta device, shards it over a mesh of N pretended ranks, and records steps and updates of a few layers, at least
+model on the meta device, shards it over a mesh of N simulated ranks, and records steps and updates of a few layers, at least
 one of each kind, on tensors without memory.
 
 Where parallelism.expert_parallel_degree splits the experts of MoE layers, the memory is enough for any routing. FLOPs and

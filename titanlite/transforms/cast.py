@@ -55,7 +55,7 @@ def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.d
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cast = {name: self.get_parameter(name).to(dtype) for name in names}
         kept: Any = _kept_as_masters(self, cast) if again and not torch.compiler.is_compiling() else contextlib.nullcontext()
-        # As torch.func.functional_call replaces parameters; that would call the module, and so come back here.
+        # As torch.func.functional_call replaces parameters; that would call the module, and so this function again.
         with kept, reparametrize_module(self, cast):
             return kind.forward(self, *args, **kwargs)
 

@@ -200,7 +200,7 @@ def _count(family: Family, device: torch.device) -> dict[str, float]:
 
 
 def name_faults(family: Family) -> list[str]:
-    """Parameters without a name in HF or with the name of another, and fields of the configuration that do not come back."""
+    """Parameters without a name in HF or with the name of another, and fields of the configuration that a round trip loses."""
     names = {name: their_name(family.module, name) for name, _ in family.on_meta().named_parameters()}
     faults = [f"HF has no name for {every_layer(name)}" for name, theirs in names.items() if theirs is None]
     owners: dict[str, str] = {}

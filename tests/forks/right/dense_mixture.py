@@ -1,4 +1,4 @@
-"""A dense mixture of experts: a router weights the results of several feed-forward layers for each token."""
+"""A dense MoE layer: a router weights the results of several feed-forward layers for each token."""
 
 import torch
 from torch import Tensor, nn

@@ -55,7 +55,7 @@ def test_the_mixture_computes_what_the_dense_model_does_and_is_what_its_section_
     assert router.std() == pytest.approx(0.02, rel=0.3) and len(router.unique(dim=0)) == EXPERTS
     torch.manual_seed(0)
     for weight in (weight for each, weight in ours.items() if each.endswith("router.weight")):
-        weight.normal_()  # whatever the choice
+        weight.normal_()  # for any choice
     torch.testing.assert_close(logits(named, ours, tokens), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
