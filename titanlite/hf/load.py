@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titanlite.ground.errors import UserError
-from titanlite.hf.entries import Entry, Stack
+from titanlite.hf.entries import Box, Entry, Stack
 from titanlite.transforms.shards import global_offset, local_part
 
 _CHUNK = 2**25  # bytes per read: mapped pages count as memory of the process until the file is closed
@@ -40,8 +40,12 @@ def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) ->
     for start in range(0, local.shape[0], rows):
         part = local[start : start + rows]
         box = tuple(slice(c, c + n) for c, n in zip((corner[0] + start, *corner[1:]), part.shape, strict=True))
-        values = entries[0].read(box)
+        values = _slice(entries[0], box)
         for other in entries[1:]:
-            if not torch.equal(values, other.read(box).to(values.dtype)):
+            if not torch.equal(values, _slice(other, box).to(values.dtype)):
                 raise UserError(f"{other.file}: {other.name} differs from {entries[0].name}, and config.json ties them")
         part.copy_(values)
+
+
+def _slice(entry: Entry, box: Box) -> Tensor:
+    return entry.read(box)

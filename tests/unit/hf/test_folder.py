@@ -134,7 +134,7 @@ def test_what_is_wrong_with_a_folder_is_told_by_name_before_anything_is_read(sou
     read(source, "tests.tiny", "plain")  # it was sound
     damage, message = FAULTS[fault]
     damage(source)
-    monkeypatch.setattr("titanlite.hf.entries.Entry.read", None)
+    monkeypatch.setattr("titanlite.hf.load._slice", None)
     with pytest.raises(UserError, match=message):
         read(source, "tests.tiny", "plain")
 
