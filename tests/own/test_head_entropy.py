@@ -8,7 +8,7 @@ import torch
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, mesh_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run_config
 from tests.own.parts import head_entropy
-from titanlite.loop.loss import arranged
+from titanlite.loop.loss import to_microbatch
 from titanlite.loop.step import build_model
 from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import ranks_of
@@ -53,7 +53,7 @@ def uniform() -> tuple[dict[str, tuple[float, int]], float]:
     model = build_model(family_of(config.model), config, mesh_of(ONE), CPU)
     batch = first_microbatch(config, mesh_of(ONE))
     of_two = torch.arange(batch.inputs().shape[-1]).expand_as(batch.inputs()) // 20
-    part = arranged(model, batch._replace(documents=of_two.int()))
+    part = to_microbatch(model, batch._replace(documents=of_two.int()))
     for layer in model.layers.values():
         layer.attention.wq.weight.data.zero_()
     with evaluating(model):
