@@ -3,17 +3,12 @@
 A start of Python that imports all this takes seconds. It must neither start threads nor make groups: a fork would lose them.
 """
 
-import gc
-
-import pytest  # noqa: F401
 import torch._dynamo
 import torch._functorch.aot_autograd
 import torch._inductor.compile_fx
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.distributed.pipelining
-import torch.distributed.tensor
-import torch.distributed.tensor.experimental  # noqa: F401
+import torch.distributed.tensor  # noqa: F401
 
 import titanlite.tools.check
 import titanlite.tools.checkpoint
@@ -28,6 +23,3 @@ import titanlite.train  # noqa: F401
 from tests import disturbed
 
 disturbed.install()
-# No collection in a fork visits what is imported here: one would take 0.2 s, and copy 100 MB that forks share otherwise.
-gc.collect()
-gc.freeze()
