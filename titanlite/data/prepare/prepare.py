@@ -28,6 +28,7 @@ from tqdm import tqdm
 from titanlite.data.prepare.documents import Input, group, list_inputs
 from titanlite.data.prepare.encode import KEPT, EncodeJob, Record, Unit, encode_all, open_record
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest, sealed
+from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, phase
@@ -81,7 +82,7 @@ def prepare(
     work = output.with_name(f"{output.name}.unfinished")
     _refuse_existing(output)
     listed = list_inputs(inputs, key, log.warning)
-    plan = {  # all that determines the token files, but for --on-error, which may change from "fail" to "skip" in between
+    plan = {  # all that determines the token files; --on-error may change when a command continues
         "format": _PLAN_FORMAT,
         "tokenizer": tokenizer_digest(tokenizer),
         "beginning of text": list(tokenizer.beginning),
@@ -164,6 +165,10 @@ def _encode(inputs: list[Input], work: Path, job: EncodeJob, workers: int) -> di
     for leftover in job.folder.glob("*.tmp"):  # of workers that were killed
         shutil.rmtree(leftover, ignore_errors=True)
     records = {unit.name: open_record(job.folder / unit.name) for unit in units if (job.folder / unit.name).exists()}
+    for record in records.values():
+        if record.skipped and not job.skip:  # the work began with "skip", and continues with "fail"
+            first = record.skipped[0]
+            raise BadDocument(f"{describe_location(first.file, first.line)}: {first.reason}")
     sizes = {unit.name: sum(part.size for part in unit.parts) for unit in units}
     missing = [unit for unit in units if unit.name not in records]
     before = sum(sizes[name] for name in records)
