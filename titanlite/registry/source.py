@@ -54,11 +54,13 @@ def hash_of(text: str) -> str:
 
 
 def changed_modules(before: ModelSource, now: ModelSource) -> list[str]:
-    """The modules that differ, or that only one of the two has. The texts decide, and not the hashes in a checkpoint: another
-    version of Python or of titanlite may have made these."""
-    common = before.keys() & now
-    same = {name for name in common if hash_of(before[name]["text"]) == hash_of(now[name]["text"])}
-    return sorted((before.keys() | now) - same)
+    """The modules that differ, or that only one of the two has. Where the hashes differ, the texts decide: another version of
+    Python or of titanlite may have made them."""
+    return [name for name in sorted(before.keys() | now) if name not in before or not _same(before[name], now.get(name))]
+
+
+def _same(then: dict[str, str], now: dict[str, str] | None) -> bool:
+    return now is not None and (then["hash"] == now["hash"] or hash_of(then["text"]) == hash_of(now["text"]))
 
 
 def _does_nothing(node: ast.AST) -> bool:
