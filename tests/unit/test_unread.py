@@ -14,7 +14,7 @@ from titanlite.ground import untrusted
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import read_bytes
 
-# What a message says of a file that is at fault, or advises the user to do with it.
+# Parts of messages that blame a file, or that advise the user to change it.
 _BLAMES = re.compile(r"damaged|refused|broken|truncated|not a |not an |missing|renam|remov|delet|again", re.IGNORECASE)
 
 
