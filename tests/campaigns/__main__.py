@@ -3,7 +3,7 @@
 PART is one of
   cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (6,100)
   pipelines  every schedule x mesh with stages x variant, each against one process (102)
-  kills      runs that are killed 20 times each, on two and on four ranks, 400 times in all
+  kills      runs that are killed 10 times each, on two and on four ranks, 630 times in all
   damage     runs that stop, get one damaged file, and go on; 240 times
   elastic    runs that continue with other numbers of ranks, and on other meshes
   two-hosts  two network namespaces and the cable between them
@@ -87,16 +87,11 @@ def pipeline_items() -> dict[str, Item]:
 
 
 def kill_items() -> dict[str, Item]:
-    meshes = {
-        "2 shards": Mesh(2),
-        "2 shards x tp 2": Mesh(2, tensor=2),
-        "context 2": Mesh(context=2),
-        "2 stages x 2 shards": Mesh(2, stages=2),
-    }
+    kills = kill.ALL_VICTIMS
     return {
-        f"{name}, seed {seed}": lambda folder, mesh=mesh, seed=seed: kill.campaign(folder, mesh, kills=20, seed=seed, at_once=2)
-        for name, mesh in meshes.items()
-        for seed in range(5)
+        f"{name}, seed {seed}": lambda folder, kind=kind, seed=seed: kill.campaign(folder, kind, kills, seed, at_once=3)
+        for seed in range(3)
+        for name, kind in kill.KINDS.items()
     }
 
 

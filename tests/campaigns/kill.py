@@ -6,6 +6,7 @@ A kill hits one rank, all ranks, or everything that the run has started. Half of
 written; the others come at any time of training. Checkpoints are written while training waits, or while it goes on. Of three
 runs two have MAX_RESTARTS, and only their ranks are killed: the launcher starts them again. The log must name a killed rank.
 Afterwards every run must be bit for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
+`KINDS` has the runs of `make campaign PART=kills`.
 """
 
 import argparse
@@ -32,14 +33,37 @@ STEPS = 60
 KEPT = 3
 KILLS_A_RUN = 10  # a start costs ten times as much as the training in between
 RESTARTS = KILLS_A_RUN
+ALL_VICTIMS = 3 * KILLS_A_RUN  # so many kills need the run that its launcher does not start again
 PATIENCE = 300.0  # seconds for a run to start, to come to its end, or to end after a kill, on a busy machine
+VICTIMS = ("one rank", "all ranks", "everything")
+
+
+class Kind(NamedTuple):
+    """What is trained, beside the small model of the end-to-end tests."""
+
+    mesh: Mesh
+    options: tuple[str, ...] = ()
+
+
+KINDS = {
+    "2 shards": Kind(Mesh(2)),
+    "2 shards x tp 2": Kind(Mesh(2, tensor=2)),
+    "context 2": Kind(Mesh(context=2)),
+    "2 stages x 2 shards": Kind(Mesh(2, stages=2)),
+    "experts on 2 ranks": Kind(
+        Mesh(2),
+        ("--model.name", "tests.tiny_moe", "--model.flavor", "large", "--parallelism.expert_parallel_degree", "2"),
+    ),
+    "Muon with averages, 2 shards": Kind(Mesh(2), ("--optimizer.name", "Muon", "--optimizer.ema_decay", "0.9")),
+    "LoRA, tp 2": Kind(Mesh(tensor=2), ("--lora.enable", "true", "--lora.rank", "4")),
+}
 
 
 class Plan(NamedTuple):
     """A run and what is to happen to it."""
 
     folder: Path
-    mesh: Mesh
+    kind: Kind
     async_mode: str
     restarts: int  # by the launcher
     kills: int
@@ -102,11 +126,12 @@ class Watch(threading.Thread):
 
 
 def begin(plan: Plan) -> Launch:
+    mesh = plan.kind.mesh
     return launch(
         "run.toml", "--training.steps", str(STEPS), "--metrics.enable_tensorboard", "false",
         "--checkpoint.interval", "2", "--checkpoint.keep_latest_k", str(KEPT), "--checkpoint.async_mode", plan.async_mode,
-        "--training.global_batch_size", str(2 * plan.mesh.shards * plan.mesh.stages), *plan.mesh.words,  # a microbatch a stage
-        folder=plan.folder, NGPU=str(plan.mesh.ranks), OMP_NUM_THREADS="1", MAX_RESTARTS=str(plan.restarts),
+        "--training.global_batch_size", str(2 * mesh.shards * mesh.stages), *mesh.words,  # a microbatch a stage
+        *plan.kind.options, folder=plan.folder, NGPU=str(mesh.ranks), OMP_NUM_THREADS="1", MAX_RESTARTS=str(plan.restarts),
     )  # fmt: skip
 
 
@@ -197,14 +222,14 @@ def play(plan: Plan, whole: Path, tally: Tally) -> None:
 
 def deal(plan: Plan, dice: random.Random) -> list[Hit]:
     """The kills of a run: every kind of them, and every other one at a time when a checkpoint is written."""
-    kinds = ["one rank", "all ranks"] if plan.restarts else ["one rank", "all ranks", "everything"]
-    dice.shuffle(kinds)
+    victims = list(VICTIMS[:2] if plan.restarts else VICTIMS)
+    dice.shuffle(victims)
     first = dice.randrange(2)
     hits = []
     for number in range(plan.kills):
         # Of what is left of the run, so that there is room for the kills that follow.
         share = dice.uniform(0, min(1.0, 2 / (plan.kills - number + 1)))
-        hits.append(Hit(kinds[number % len(kinds)], (first + number) % 2 == 0, share, dice.uniform(0, 0.15), dice.random()))
+        hits.append(Hit(victims[number % len(victims)], (first + number) % 2 == 0, share, dice.uniform(0, 0.15), dice.random()))
     return hits
 
 
@@ -253,40 +278,42 @@ def end(started: Launch, plan: Plan, tally: Tally, deaths: list[list[int]]) -> i
 # ----------------------------------------------------------------------------------------------------------- the campaign
 
 
-def plans(folder: Path, mesh: Mesh, kills: int, seed: int) -> Iterator[Plan]:
+def plans(folder: Path, kind: Kind, kills: int, seed: int) -> Iterator[Plan]:
     """Runs with so many kills in all."""
     number = 0
     while kills > 0:
         place = folder / f"run-{number}"
         place.mkdir()
         a_run = min(kills, KILLS_A_RUN)
-        mode = ("disabled", "async")[number % 2]
-        yield Plan(working_folder(place), mesh, mode, RESTARTS * (number % 3 < 2), a_run, f"{seed}/{number}")
+        mode = ("disabled", "async")[(number + seed) % 2]
+        yield Plan(working_folder(place), kind, mode, RESTARTS * (number % 3 < 2), a_run, f"{seed}/{number}")
         kills -= a_run
         number += 1
 
 
-def campaign(folder: Path, mesh: Mesh, kills: int, seed: int, at_once: int) -> Report:
+def campaign(folder: Path, kind: Kind, kills: int, seed: int, at_once: int) -> Report:
     """Runs in `folder`, `at_once` of them at a time."""
     begun = time.monotonic()
     (folder / "uninterrupted").mkdir()
-    whole = Plan(working_folder(folder / "uninterrupted"), mesh, "disabled", 0, 0, "")
+    whole = Plan(working_folder(folder / "uninterrupted"), kind, "disabled", 0, 0, "")
     ended = finish(begin(whole), PATIENCE)
     expected = whole.folder / "out"
     assert ended.code == 0 and list(trajectory(expected)) == list(range(1, STEPS + 1)), ended.err
 
     tally = Tally()
-    runs = list(plans(folder, mesh, kills, seed))
+    runs = list(plans(folder, kind, kills, seed))
     with ThreadPoolExecutor(at_once) as pool:
         for done in [pool.submit(play, plan, expected, tally) for plan in runs]:
             done.result()
     counts = tally.counts
     if counts["kills"] < kills // 2:
         tally.broken.append(f"only {counts['kills']} of {kills} kills came before the end of their run")
+    if kills >= ALL_VICTIMS and not all(counts[whom] for whom in VICTIMS):
+        tally.broken.append(f"no kill of {', '.join(whom for whom in VICTIMS if not counts[whom])}")
     figures = {
-        "mesh": str(mesh),
+        "mesh": str(kind.mesh),
         "kills": counts["kills"],
-        "    of one rank, all ranks, everything": " ".join(str(counts[w]) for w in ("one rank", "all ranks", "everything")),
+        "    of one rank, all ranks, everything": " ".join(str(counts[w]) for w in VICTIMS),
         "    while a checkpoint was written": counts["while writing"],
         "starts, and by the launcher itself": f"{counts['starts']} {counts['starts by the launcher']}",
         "checkpoints committed": counts["committed"],
@@ -310,7 +337,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     words = parser.parse_args()
-    run_alone("kill-", lambda folder: campaign(folder, words.mesh, words.kills, words.seed, words.at_once))
+    run_alone("kill-", lambda folder: campaign(folder, Kind(words.mesh), words.kills, words.seed, words.at_once))
 
 
 if __name__ == "__main__":

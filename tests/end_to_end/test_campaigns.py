@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_killed_runs_lose_nothing_and_end_as_if_nothing_had_happened(tmp_path):
-    report = kill.campaign(tmp_path, Mesh(stages=2), kills=3, seed=0, at_once=2)
+    report = kill.campaign(tmp_path, kill.Kind(Mesh(stages=2)), kills=3, seed=0, at_once=2)
     assert report.broken == []
     assert report.figures["kills"] == 3
 
