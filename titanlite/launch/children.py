@@ -55,10 +55,18 @@ def starting(blocked_signals: Collection[int]) -> Iterator[None]:
     """
     resource_tracker.ensure_running()  # multiprocessing's own process: its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
+    # Threads of libraries receive them all the same, and Python would run its handlers here, in the middle of a start.
+    noted: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in blocked_signals if in_main}
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in set(noted):
+            signal.raise_signal(number)
