@@ -15,6 +15,14 @@ from titanlite.plan.shape import Layer, Matrix, Shape
 from titanlite.plan.time import Choice, Device, Job, devices, step
 from titanlite.registry.family import load_family
 
+# The share of a device's peak that other attention kernels reach than those of devices.toml. FlashAttention's on an A100 is
+# fitted to MPT, whose kernel is its Triton version; on an H100 it is 1.54 times as fast (arXiv:2307.08691, figures 4 and 7: 89
+# and 137 TFLOP/s, causal, 16k tokens). FlashAttention-2: arXiv:2407.08608, figures 5 and 6.
+ATTENTION = {
+    "FlashAttention": {"a100": 0.26, "h100": 0.26 * 312 * 1.54 / 989},
+    "FlashAttention-2": {"h100": 0.27, "h200": 0.27},
+}
+
 
 class Scored(NamedTuple):
     """A row: predicted / measured tokens per second."""
@@ -61,10 +69,14 @@ def group_of(run: Run, job: Job) -> str:
 
 def device_of(run: Run, known: dict[str, Device]) -> Device | None:
     name = "h100-96gb" if run.device_detail.startswith("96 GB HBM2e") else run.device.lower()
-    found = known.get(name)
-    if found and run.internode_gbps_per_gpu:
-        return found.model_copy(update={"network_gb_per_second": run.internode_gbps_per_gpu / 8})
-    return found
+    changes: dict[str, float] = {}
+    if run.internode_gbps_per_gpu:
+        changes["network_gb_per_second"] = run.internode_gbps_per_gpu / 8
+    if run.attention:
+        changes["attention"] = ATTENTION[run.attention][name]
+    if (run.device, run.device_detail) == ("A100", "40 GB"):  # NVIDIA's data sheet
+        changes["memory_gb_per_second"] = 1555.0
+    return known[name].model_copy(update=changes) if name in known else None
 
 
 def unsupported(run: Run, known: dict[str, Device], speed: float | None) -> str:
@@ -78,6 +90,7 @@ def unsupported(run: Run, known: dict[str, Device], speed: float | None) -> str:
         f"schedule {run.mesh.schedule}": run.mesh.pp > 1 and run.mesh.schedule not in STAGES_OF_A_RANK,
         "microbatch not stated": run.micro_batch is None,
         "batch is no multiple of the microbatches": bool(run.micro_batch and run.global_batch % (replicas * run.micro_batch)),
+        "experts padded to the rows of the busiest one": run.routing == "padded",
         "float8 on a device without it": run.precision != "bf16" and run.device == "A100",
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
@@ -97,12 +110,14 @@ def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) ->
         run.seq_len,
         run.global_batch,
         float8=run.precision != "bf16",
-        # PyTorch's default where a source does not say; Megatron's kernels are fused
-        compiled=run.framework.startswith("Megatron") if run.compile is None else run.compile,
+        # PyTorch's default where a source does not say; the kernels of Megatron and Transformer Engine (TE) are fused
+        compiled=run.framework.startswith("Megatron") or run.detail.startswith("TE") if run.compile is None else run.compile,
         async_tp=bool(run.async_tp),
         reshard=run.zero in (None, 3),
         weight_bytes=2 if run.parameters == "bfloat16" else 4,
         reduce_bytes=2 if run.gradient_reduction == "bfloat16" else 4,
+        gathered=1 if run.float8_gather else 2,
+        once=run.zero == 1,
     )
     return job, choice
 

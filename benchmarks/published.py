@@ -68,6 +68,8 @@ class Run(StrictModel):
     gradient_reduction: DType = None
     compile: bool | None = None
     async_tp: bool | None = None
+    attention: Literal["", "FlashAttention", "FlashAttention-2"] = ""  # the kernel; "": that of devices.toml
+    float8_gather: bool = False  # FSDP gathers the blocks' matrices in float8
     routing: str = ""
     lora_rank: Positive | None = None
     framework: str = ""

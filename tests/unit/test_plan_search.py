@@ -15,7 +15,8 @@ from titanlite.ground.errors import UserError
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
 from titanlite.plan.report import RESERVE
 from titanlite.plan.search import candidates, choices, keys_of
-from titanlite.plan.time import Choice, Job, device_named, memory, ring, step
+from titanlite.plan.shape import ExpertShape
+from titanlite.plan.time import Choice, Job, all_to_all, copied, device_named, forward, memory, ring, step
 from titanlite.plan.timeline import events
 from titanlite.tools import plan as tool
 from titanlite.tools.plan import read_job, write
@@ -87,6 +88,35 @@ def test_slow_links_and_a_lack_of_overlap_are_seen():
     assert step(JOB._replace(async_tp=True), GOOD).tp < step(JOB, GOOD).tp
 
 
+def test_fsdp_copies_what_it_gathers_and_reduces():
+    """Out of a buffer in bfloat16 or float8; into one, where bfloat16 is read and float32 written."""
+    layer = OF_8B.shape.layers[0][0]
+    a_byte = layer.dense_parameters / (OF_8B.device.memory_gb_per_second * 1e9)
+    assert copied(OF_8B, layer, ALL_SHARDS) == pytest.approx((4 * a_byte, 6 * a_byte))
+    assert copied(OF_8B, layer, Choice(tp=8)) == (0, 0), "nothing is gathered"
+    of_float8 = job("llama_8b", "--float8.enable", "true", "--float8.enable_fsdp_float8_all_gather", "true")
+    assert copied(of_float8, layer, ALL_SHARDS)[0] == pytest.approx(2 * a_byte)
+    kept, depth = step(OF_8B._replace(reshard=False), ALL_SHARDS), OF_8B.shape.depth
+    microbatches = OF_8B.microbatches(ALL_SHARDS)
+    assert step(OF_8B, ALL_SHARDS).fsdp - kept.fsdp > microbatches * depth * 4 * a_byte, "gathered for the backward pass again"
+
+
+def test_where_collectives_run_once_a_step_more_microbatches_wait_for_none():
+    one, four = (OF_8B._replace(once=True, global_batch=16 * microbatches) for microbatches in (1, 4))
+    assert step(one, ALL_SHARDS).fsdp == step(four, ALL_SHARDS).fsdp < step(four._replace(once=False), ALL_SHARDS).fsdp
+
+
+def test_a_token_goes_once_to_a_rank_that_has_several_of_its_experts():
+    """Counted over all choices of 2 of 8 experts, on 4 ranks."""
+    chosen = [len({expert // 2 for expert in each}) for each in itertools.combinations(range(8), 2)]
+    layer = next(layer for layer, _ in OF_EXPERTS.shape.layers if layer.experts)
+    few = layer._replace(experts=ExpertShape(8, 2, 768))
+    mesh = Choice(dp_shard=4, ep=4)
+    size = 2 * OF_EXPERTS.seq_len * OF_EXPERTS.shape.dim  # of the hidden states of all tokens
+    expected = 2 * all_to_all(OF_EXPERTS, 4, size * sum(chosen) / len(chosen))
+    assert forward(OF_EXPERTS, few, mesh).ep == pytest.approx(expected)
+
+
 def test_candidates_divide_the_ranks_and_fit_and_are_sorted():
     found = candidates(JOB, 256, "tokens_per_second")
     assert found and all(each.choice.ranks == 256 for each in found)
@@ -146,7 +176,7 @@ def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, ca
     trace = json.loads((tmp_path / "step.json").read_text())
     assert trace["traceEvents"] and trace["displayTimeUnit"] == "ms"
     out = capsys.readouterr().out
-    assert "  2. " in out and "about" in out and "error: 26% on average" in out
+    assert "  2. " in out and "about" in out and "error: 10% on average" in out
     printed = re.search(r"--training.local_batch_size (\d+)", out)
     assert printed and read_config(file, []).training.local_batch_size == int(printed[1])
 

@@ -12,11 +12,11 @@ from titanlite.transforms.meta import on_meta
 
 # Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
 ERRORS = {
-    "a100 dense": (0.081, 0.151),
-    "b200 dense": (0.170, 0.238),
-    "h100 dense": (0.257, 0.562),
-    "h100 MoE": (0.290, 0.433),
-    "h200 dense": (0.118, 0.264),
+    "a100 dense": (0.044, 0.096),
+    "b200 dense": (0.138, 0.217),
+    "h100 dense": (0.096, 0.197),
+    "h100 MoE": (0.191, 0.402),
+    "h200 dense": (0.131, 0.304),
 }
 MEMORY_ERROR = 0.25  # the largest difference between `memory` and `titanlite estimate` over the recipes is 22%
 
@@ -54,6 +54,7 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         weight_bytes=DTYPES[training.dtype].itemsize,
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
         item=item,
+        gathered=1 if config.float8.enable and config.float8.enable_fsdp_float8_all_gather else item,
     )
 
 

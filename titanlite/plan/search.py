@@ -15,7 +15,7 @@ _COSTS = {
     "matmuls": "in matmuls",
     "attention": "in attention",
     "elementwise": "in norms, activations and logits",
-    "fsdp": "waiting for FSDP's all-gathers and reduce-scatters",
+    "fsdp": "waiting for FSDP's all-gathers and reduce-scatters, and copying for them",
     "tp": "waiting for the collectives of tensor parallelism",
     "cp": "waiting for keys and values of context parallelism",
     "ep": "waiting for the all-to-alls of experts",

@@ -30,6 +30,7 @@ _ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed
 _FLOAT8 = 0.75  # of the matmul rate in bfloat16 that float8 reaches, both relative to their peaks
 _STREAMS = 7  # hidden states of a block's fused kernels, beside results of matmuls: 2 for each norm, 3 for the residual
 _UNFUSED = 2  # times the bytes where operations run one by one: 1.9 in llama3
+_EXPERTS = 0.84  # of the rate of one matmul that those of experts reach with 1,000 rows each (SimuMax's table of a B200)
 _LOGITS = 32  # bytes for each logit, fitted; titanlite reads and writes 2 and 4 bytes a few times
 
 
@@ -128,6 +129,8 @@ class Job(NamedTuple):
     weight_bytes: int = 4  # of a value of the parameters that the optimizer updates
     reduce_bytes: int = 4  # of a gradient while it is reduced
     item: int = 2  # bytes of a value that is computed: bfloat16, or 4 of float32
+    gathered: int = 2  # bytes of a value of the blocks' parameters that FSDP gathers
+    once: bool = False  # parameters are gathered and gradients reduced once a step, not with each microbatch
 
     @property
     def peak(self) -> float:
@@ -226,9 +229,11 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
     if experts := layer.experts:
         copies = own * experts.top_k  # rows of a rank, of any experts
         local = experts.number // choice.ep
-        seconds += 3 * matmul(job, copies / local, experts.hidden, shape.dim, local)
+        seconds += 3 * matmul(job, copies / local, experts.hidden, shape.dim, local) / _EXPERTS
         values += copies * (3 * shape.dim + 3 * experts.hidden)
-        reached = min(experts.top_k, choice.ep)  # a token goes to each rank once
+        # a token goes to each rank once that has one of its experts or several, on average over balanced routing
+        without = math.comb(experts.number - local, experts.top_k) / math.comb(experts.number, experts.top_k)
+        reached = choice.ep * (1 - without)
         exchanged = 2 * all_to_all(job, choice.ep, job.item * own * reached * shape.dim)
     elementwise = job.item * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else _UNFUSED)
     if job.device.cpu_ranks:
@@ -245,11 +250,21 @@ def sharded(job: Job, layer: Layer, choice: Choice) -> tuple[float, float]:
     group = choice.dp_shard * choice.cp
     of_experts = group * choice.tp // choice.ep
 
-    def both(itemsize: int) -> float:
-        apart = ring(job, of_experts, choice.ep, experts * itemsize) if experts else 0.0
+    def both(itemsize: int, of_expert: int) -> float:
+        apart = ring(job, of_experts, choice.ep, experts * of_expert) if experts else 0.0
         return ring(job, group, choice.tp, dense * itemsize) + apart
 
-    return both(job.item), both(job.reduce_bytes)
+    return both(job.gathered, job.item), both(job.reduce_bytes, job.reduce_bytes)
+
+
+def copied(job: Job, layer: Layer, choice: Choice) -> tuple[float, float]:
+    """Seconds in which FSDP copies what it has gathered out of the buffer of a collective, and gradients into one."""
+    if choice.dp_shard * choice.cp == 1:
+        return 0.0, 0.0
+    dense, experts = layer.dense_parameters / choice.tp, layer.expert_parameters(job.shape.dim) / choice.ep
+    bandwidth = job.device.memory_gb_per_second * 1e9
+    gathered = 2 * (dense * job.gathered + experts * job.item)
+    return gathered / bandwidth, (dense + experts) * (job.item + job.reduce_bytes) / bandwidth
 
 
 def overlapped(collective: float, busy: float) -> float:
@@ -265,6 +280,7 @@ def step(job: Job, choice: Choice) -> Seconds:
     attention = shape.attention * tokens / choice.tp / (job.peak * device.attention) / shape.depth
     attention *= 1 + (1 / 3 if choice.recompute == "full" else 0)
     parts, fsdp, gathers, reduces = [0.0] * 5, 0.0, 0.0, 0.0
+    once = choice.pp > 1 or job.once
     for layer, often in shape.layers:
         ahead = forward(job, layer, choice)
         # The backward pass has twice the matmuls; what is recomputed comes on top. Collectives are kept by "selective".
@@ -274,7 +290,9 @@ def step(job: Job, choice: Choice) -> Seconds:
             parts[index] += often * each * times
         gather, reduce = sharded(job, layer, choice)
         gathers, reduces = gathers + often * gather, reduces + often * reduce
-        if choice.pp == 1:
+        if not once:
+            out, into = copied(job, layer, choice)
+            fsdp += often * (out * (1 + job.reshard) + into)
             # gloo takes the processors that compute: nothing is hidden there
             busy = 0.0 if device.cpu_ranks else ahead.matmuls + ahead.elementwise + attention / 3
             behind = busy * (2 + again) + (0.0 if device.cpu_ranks else ahead.tp)
@@ -287,13 +305,13 @@ def step(job: Job, choice: Choice) -> Seconds:
     longest = math.ceil(shape.depth / stages) * stages / shape.depth  # of the stages, relative to the mean
     late = sum(own) * (longest - 1) + microbatches * (head + logits) * (1 - 1 / choice.pp) * (longest == 1)
     bubble = late + (whole + late) * (choice.pp - 1) / (choice.stages * microbatches)
-    if choice.pp > 1:  # gathered once, reduced once, and only a part of it behind computation
+    if once:  # gathered once, reduced once, and only a part of it behind computation
         fsdp = (gathers + reduces) / choice.pp / 2
     else:
         fsdp *= microbatches
     edge = choice.dp_shard * choice.cp
     of_embeddings = shape.embeddings / choice.tp * (job.item + job.reduce_bytes) / choice.pp
-    fsdp += ring(job, edge, choice.tp, of_embeddings) * (1 if choice.pp > 1 else microbatches)
+    fsdp += ring(job, edge, choice.tp, of_embeddings) * (1 if once else microbatches)
     values = parameters_of_rank(job, choice)
     replicas = 2 * ring(job, choice.dp_replicate, edge * choice.tp, job.reduce_bytes * values)
     hidden = 0.0 if device.cpu_ranks else whole / microbatches / 2
