@@ -19,6 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
 from titanlite.loop.loss import to_microbatch
+from titanlite.optim.adam_bf16 import clear_remainders_of_zeros
 from titanlite.registry.family import import_named, location_of
 from titanlite.registry.own import place, with_options
 from titanlite.transforms import float8
@@ -83,6 +84,7 @@ class OwnCode:
         self.call("after_step", step, model, optimizer)
         if any(name == "after_step" for name, _ in self._hooks):
             float8.measure_weights(model)
+            clear_remainders_of_zeros(optimizer)
 
     def values(self, step: int, values: dict[str, Any], model: Decoder, batch: Batch) -> dict[str, float | None]:
         """What metrics and `at_report` add to a report, as "extra/NAME"; all ranks together.
