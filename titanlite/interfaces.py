@@ -126,7 +126,8 @@ class Hooks(Protocol):
     """
 
     def after_building(self, model: "nn.Module", config: object) -> None:
-        """Once, when the model is sharded and has the weights that the run begins with. config: a Config of the schema."""
+        """Once at every start, when the model is sharded and has its weights: after a resume those of the checkpoint, so that
+        code which sets initial weights undoes a resume. config: a Config of the schema."""
         ...
 
     def after_step(self, step: int, model: "nn.Module", optimizer: "optim.Optimizer") -> None:

@@ -157,7 +157,7 @@ def train(
                 warn_of_unused(model)
             with clock.phase(step, "optimizer step"):
                 norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale, loss.labels)
-                own_code.call("after_step", step, model, optimizer)
+                own_code.after_step(step, model, optimizer)
             if not last:
                 with clock.phase(step, "reading data"):  # while the device works on this step
                     batches.prepare()

@@ -14,7 +14,9 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, mesh_of
 from tests.distributed.test_communication import Sent
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
+from titanlite.checkpoint.whole import Stored
 from titanlite.config.schema import Config
+from titanlite.hf.export import Exported
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
 from titanlite.registry.family import load_family
@@ -123,3 +125,16 @@ def test_a_new_run_takes_over_adapters_where_there_are_some(pools, tmp_path, who
 def test_a_run_without_adapters_is_not_begun_from_weights_with_some(pools, tmp_path, whole):
     with pytest.raises(WorkerFailure, match=r"step-00000012: its weights have adapters, which lora.enable = false"):
         run(pools, ONE, tmp_path, 1, checkpoint={"initial_load_path": str(whole / "checkpoint/step-00000012")})
+
+
+def test_an_export_rounds_a_merged_weight_once_to_its_dtype(pools, tmp_path, base):
+    keys = {"training": {"mixed_precision_param": "bfloat16"}, "optimizer": {"lr": 1e-2}}
+    run(pools, ONE, tmp_path, 2, **adapting(base, **keys))
+    source, layer, found = tmp_path / "checkpoint/step-00000002", "model.layers.0.attention.wq", stored(tmp_path, 2)
+    weight, a, b = (found[f"{layer}.{name}"].double() for name in ("weight", A, B))
+    expected = weight + KEYS["alpha"] / KEYS["rank"] * b @ a
+    assert found[f"{layer}.weight"].dtype == torch.bfloat16 and (expected - weight).abs().max() > 1e-5
+    for dtype in (None, torch.float32, torch.float16):
+        exported = Exported(Stored(source), dtype, named="tests.tiny").read_tensor("layers.0.attention.wq.weight")
+        assert exported.dtype == (dtype or torch.bfloat16)
+        torch.testing.assert_close(exported.double(), expected, rtol=torch.finfo(exported.dtype).eps, atol=1e-7)

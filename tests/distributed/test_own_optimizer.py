@@ -78,6 +78,14 @@ def test_state_is_resharded_where_a_run_continues_on_another_mesh(pools, tmp_pat
     assert [name for name in means if not torch.equal(after[name], before[name])] == []
 
 
+def test_the_first_step_after_weights_were_loaded_is_the_optimizers_first(pools, tmp_path):
+    run(pools, ONE, tmp_path / "first", 1)
+    loaded = {"initial_load_path": str(tmp_path / "first/checkpoint/step-00000001")}
+    run(pools, ONE, tmp_path / "second", 1, optimizer={"name": "torch.optim:RAdam"}, checkpoint=loaded)
+    counts = [tensor.item() for name, tensor in stored(tmp_path / "second", 1).items() if name.endswith(".step")]
+    assert counts and {*counts} == {1.0}
+
+
 class KeepsItsShard(torch.optim.SGD):
     """Its state is plain tensors, as large as the shard."""
 

@@ -59,9 +59,10 @@ def test_routers_and_experts_have_rates_of_matrices():
     assert found["layers.0.ffn.router.weight"] == found["layers.1.ffn.experts.w2"] == 0.25
 
 
-def test_muon_takes_the_root_for_its_matrices_and_adamw_the_factor_for_the_head(group_of_one):
-    found = factors_of(configured(optimizer={"name": "Muon", "implementation": "for-loop"}))
-    assert (found["layers.0.ffn.w1.weight"], found["head.output.weight"], found["embed.weight"]) == (0.5, 0.25, 1.0)
+def test_muon_takes_the_root_for_matrices_and_the_factor_for_routers_and_adamw_that_for_the_head(group_of_one):
+    found = factors_of(configured("qwen3_moe", MOE, optimizer={"name": "Muon", "implementation": "for-loop"}))
+    assert found["layers.0.attention.wq.weight"] == found["layers.0.ffn.experts.w1"] == 0.5
+    assert (found["layers.0.ffn.router.weight"], found["head.output.weight"], found["embed.weight"]) == (0.25, 0.25, 1.0)
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("llama3", DENSE), ("qwen3", DENSE), ("qwen3_moe", MOE)])

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, full_run, mesh_of, trajectory
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run, run_config, stored
-from tests.distributed.test_variants import STAGES
+from tests.distributed.test_variants import FLOAT8, STAGES, rounded
 from tests.own import watching
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
@@ -65,6 +65,21 @@ def test_metrics_and_hooks_work_on_every_mesh(pools, tmp_path):
     assert "extra/mean_square/layers.1.ffn.w2.weight" in found["one"][0]
     assert "extra/logit_entropy" not in found["stages"][0]  # no stage can run alone
     assert 1 < found["one"][0]["extra/logit_entropy"] < 6.24  # log 512
+
+
+def test_weights_that_a_hook_sets_to_zero_move_again_with_remainders(pools, tmp_path):
+    run(pools, {"dp_shard": 2}, tmp_path, 2, hooks={"modules": ["tests.own.changing"]}, **rounded("compensated"))
+    assert stored(tmp_path, 2)["model.layers.0.ffn.w1.weight"].all()
+
+
+def test_float8_gathers_the_weights_that_a_hook_has_left_as_a_resume_does(pools, tmp_path):
+    pytest.importorskip("torchao", reason="needs torchao")
+    keys = {"hooks": {"modules": ["tests.own.changing"]}, "checkpoint": {"interval": 1}, **FLOAT8}
+    for folder, ends in (("whole", [2]), ("parts", [1, 2])):
+        for steps in ends:
+            run(pools, {"dp_shard": 2}, tmp_path / folder, steps, **keys)
+    whole, parts = (reports(tmp_path / folder)[-1] for folder in ("whole", "parts"))
+    assert (parts["loss"], parts["grad_norm"]) == (whole["loss"], whole["grad_norm"])
 
 
 def test_a_run_with_metrics_trains_as_one_without(pools, tmp_path):

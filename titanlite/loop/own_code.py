@@ -7,8 +7,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 
 from models.decoder import Decoder
 from titanlite.config.operation import Metrics
@@ -17,8 +19,10 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
 from titanlite.loop.loss import to_microbatch
+from titanlite.optim.adam_bf16 import clear_remainders_of_zeros
 from titanlite.registry.family import import_named, location_of
 from titanlite.registry.own import place, with_options
+from titanlite.transforms import float8
 
 EXTRA, HOOKS = "metrics.extra", "hooks.modules"
 # The hooks of a module, each with the arguments that titanlite passes; titanlite/interfaces.py says when.
@@ -74,6 +78,13 @@ class OwnCode:
         for name, part in self._hooks:
             if name == hook:
                 part(*arguments)
+
+    def after_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Calls these hooks, which may change weights; then what follows from the weights follows from the new ones."""
+        self.call("after_step", step, model, optimizer)
+        if any(name == "after_step" for name, _ in self._hooks):
+            float8.measure_weights(model)
+            clear_remainders_of_zeros(optimizer)
 
     def values(self, step: int, values: dict[str, Any], model: Decoder, batch: Batch) -> dict[str, float | None]:
         """What metrics and `at_report` add to a report, as "extra/NAME"; all ranks together.

@@ -171,8 +171,9 @@ def restore(
         return progress if own else progress._replace(run=""), schedule
     if cfg.initial_load_path:
         _load_initial_weights(run, source, model)
-        tensors = run_tensors(model, optimizer, loss_scale)
-        ema.begin_again(tensors, tensors)
+        if average := ema.ema_of(optimizer):  # not `run_tensors`: it makes an own optimizer's state, which the first step makes
+            tensors = model_tensors(model) | average.tensors(model)
+            ema.begin_again(tensors, tensors)
         log.info("weights read from %s", source)
     elif run.config.lora.enable:
         # no error: speed, memory and the comparisons of `titanlite verify` do not depend on the weights

@@ -57,6 +57,15 @@ def signals(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Ten
     return skip, torch.ones((), device=device) if scale is None else scale.float()
 
 
+@torch.no_grad()
+def clear_remainders_of_zeros(optimizer: torch.optim.Optimizer) -> None:
+    """Call it after other code has changed parameters. The negative remainder of an earlier value makes a 0 NaN, which
+    `rounding.split` stores as 0 again, at each step. In a kernel this check takes 20 of its registers."""
+    for p, state in optimizer.state.items():
+        if REMAINDER in state:
+            local_part(state[REMAINDER]).masked_fill_(local_part(p) == 0, 0)
+
+
 class Bfloat16Adam(torch.optim.Optimizer):
     """torch.optim's Adam or AdamW, in bfloat16. Takes `found_inf` and `grad_scale`, as torch's fused ones do.
 

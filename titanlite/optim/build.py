@@ -42,8 +42,9 @@ def build_optimizer(
     compiler: of titanlite's own kernels, if `cfg.implementation` is "fused".
     Where all matrices of a pipeline's stage are frozen, Muon is AdamW there.
 
-    The model's `lr_scale` multiplies the rates of `cfg.groups`. Its factors are for AdamW; Muon takes their square roots. In a
-    matrix m times as wide and high, the spectral norm of an update grows by up to m with AdamW, and by sqrt(m) with Muon.
+    The model's `lr_scale` multiplies the rates of `cfg.groups`. Its factors are for AdamW; Muon takes their square roots, but
+    those of routers as they are. In a matrix m times as wide and high, the spectral norm of an update grows by up to m with
+    AdamW, and by sqrt(m) with Muon; in one that is m times as wide, such as a router's, by sqrt(m) with both.
     """
     trained, scale = {name: p for name, p in model.named_parameters() if p.requires_grad}, getattr(model, "lr_scale", {})
     if own.is_own(cfg):
@@ -65,7 +66,8 @@ def groups_of(trained: Mapping[str, Tensor], cfg: Optimizer, scale: Mapping[str,
     for name in sorted(trained, key=lambda name: name not in decayed):  # what is decayed first: the order of norms' sums
         group = group_of(name, cfg.groups)
         decay = (cfg.weight_decay if name in decayed else 0.0) if group.weight_decay is None else group.weight_decay
-        factor = factors[name] ** 0.5 if is_orthogonalized(name, trained[name], cfg) else factors[name]
+        root = is_orthogonalized(name, trained[name], cfg) and not name.endswith(".router.weight")
+        factor = factors[name] ** 0.5 if root else factors[name]
         found.setdefault((group.lr * factor, decay), []).append((name, trained[name]))
     found = found or {(1.0, 0.0): []}  # Muon may leave nothing to AdamW, and torch takes an empty group
     return [{"params": pairs, "lr_factor": factor, "weight_decay": decay} for (factor, decay), pairs in found.items()]

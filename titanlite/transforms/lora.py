@@ -93,7 +93,7 @@ def merged(
     """A checkpoint's tensors with adapters merged into weights: their names, and the function that reads one.
 
     read: returns the whole tensor of a name. lora: the [lora] section that is stored with them; where it is not enabled,
-    nothing changes. A weight with an adapter is W + alpha / rank * B A, computed in float32 and rounded to W's dtype.
+    nothing changes. A weight with an adapter is W + alpha / rank * B A in float32, for the caller to round once.
     """
     every = dict.fromkeys(names)
     if not lora.get("enable"):
@@ -104,6 +104,6 @@ def merged(
         if not name.endswith(".weight") or f"{path}.{A}" not in every:
             return weight
         a, b = read(f"{path}.{A}").float(), read(f"{path}.{B}").float()
-        return torch.addmm(weight.float(), b, a, alpha=lora["alpha"] / lora["rank"]).to(weight.dtype)
+        return torch.addmm(weight.float(), b, a, alpha=lora["alpha"] / lora["rank"])
 
     return [name for name in every if not is_adapter(name)], read_merged

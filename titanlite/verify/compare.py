@@ -143,7 +143,7 @@ def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: rang
         loss = forward_backward(run.model, batch, run.mesh, run.loss_scale, GradientSync.of(run.config))
         yield number, batch
         norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale, loss.labels)
-        own_code.call("after_step", number, run.model, run.optimizer)
+        own_code.after_step(number, run.model, run.optimizer)
         run.steps.add(number, 0, loss, norm)
 
 
