@@ -183,7 +183,7 @@ def test_a_folder_of_the_cache_that_is_damaged_is_made_again(tmp_path, assets, l
 def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_that_names_another(tmp_path, assets, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="TITANLITE_CACHE names another folder"):
+    with pytest.raises(UserError, match="set TITANLITE_CACHE to another folder"):
         _open(write_jsonl(tmp_path / "a.jsonl"), assets)
 
 
