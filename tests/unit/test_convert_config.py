@@ -97,7 +97,7 @@ def test_a_converted_file_runs_with_paths_of_this_machine(tmp_path, name):
         ('model.converters = ["mx"]', '# converters = ["mx"]  (use float8.enable'),
         ("training.compile = true", "enable = true"),
         ("debug.seed = -1", "# seed = -1  (must be greater than or equal to 0)"),
-        ("training.seed = 2\ndebug.seed = 1", "# seed = 1  (another name of training.seed, which is given too)"),
+        ("training.seed = 2\ndebug.seed = 1", "# seed = 1  (another name of training.seed, which is set too)"),
         ("training.dataloader.num_workers = 2", "workers = 2"),
         (
             'optimizer.name = "adamw"',

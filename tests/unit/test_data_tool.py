@@ -145,7 +145,7 @@ def test_show_finds_every_step_of_a_run_in_its_last_checkpoint_and_refuses_other
     assert run(*first) == before
     found = refusal(capsys, run, "show", "--step", "5", *first[3:])
     assert "step 5: the run in run did this step with other sources" in found
-    assert "4 sequences of text 75.00%, more 25.00%; give these" in found
+    assert "4 sequences of text 75.00%, more 25.00%; set these" in found
     assert run(*later)
 
 

@@ -76,7 +76,7 @@ def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, val
         ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a finite number"),
         ({"rope_scaling": {"rope_type": "ntk"}}, 'rope_scaling = {"rope_type": "ntk"}: must be "none", or a table whose'),
         ({"rope_scaling": {"rope_type": "linear", "factr": 8}}, "factr = 8: LinearScaling has no such dimension; did you mean"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling: has no low_freq_factor, high_freq_factor,"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling: lacks low_freq_factor, high_freq_factor,"),
     ],
 )
 def test_a_wrong_override_is_refused_by_its_key(overrides, expected):
