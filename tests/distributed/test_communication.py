@@ -200,7 +200,7 @@ def test_a_step_with_split_experts_sends_what_is_predicted(pools, name):
 
 
 @pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, four chunks"], EXCHANGES))
-def test_a_replayed_trace_sends_what_ranks_with_its_routing_send(pools, name):
+def test_a_replayed_trace_sends_what_its_routing_requires(pools, name):
     """Rank 0 is the busiest rank."""
     trace = Trace(step=1, mixtures=[RecordedLayer(top_k=2, counts=UNEVEN)] * 2)
     compare_exchange(pools, *EXCHANGES[name], trace, uneven)

@@ -89,7 +89,7 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device(device):
         step(2)
 
 
-def test_a_gpu_gives_the_first_weights_bit_for_bit_and_the_losses_of_a_cpu(device):
+def test_a_gpu_has_the_initial_weights_bit_for_bit_and_the_losses_of_a_cpu(device):
     torch.backends.cuda.matmul.allow_tf32 = False
     result = compare(trajectory(device.type), trajectory("cpu"))
     assert result.worst("weights").size == result.worst("batches").size == 0
@@ -104,7 +104,7 @@ def test_offload_to_the_cpu_changes_nothing():
 
 
 @needs_cuda
-def test_a_router_of_bfloat16_matrices_has_the_logits_and_gradients_of_a_cpu():
+def test_a_bfloat16_router_has_the_logits_and_gradients_of_a_cpu():
     x, weight, gradients = torch.randn(512, 256).bfloat16(), (torch.randn(64, 256) / 16).bfloat16(), torch.randn(512, 64)
     results = {}
     for device in ("cpu", "cuda"):
@@ -199,7 +199,7 @@ def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch
     assert counters["stats"]["unique_graphs"] == (2 if device.type == "cuda" else 0)
 
 
-def test_checkpointing_per_operation_sees_attention_as_one_operation_that_it_keeps(monkeypatch, device):
+def test_checkpointing_by_operation_keeps_attention_as_one_operation(monkeypatch, device):
     seen, policy = set(), activation_checkpoint._policy
 
     def spying(kept, rank):
@@ -240,7 +240,7 @@ def of_kernel(name: str, precision: str, device: torch.device, mask: bool = Fals
 
 
 @pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "efficient"])
-def test_every_kernel_computes_what_the_mathematics_says(name, device):
+def test_every_attention_kernel_equals_the_reference(name, device):
     config = config_of({}, model={"attention": name}, training={"mixed_precision_param": "bfloat16"})
     if faults := list(attention_faults(config, family_of(config.model))):
         pytest.skip(faults[0])

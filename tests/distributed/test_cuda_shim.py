@@ -78,5 +78,5 @@ def test_the_program_runs_on_a_simulated_gpu(faults, cell):
 
 
 @pytest.mark.parametrize("cell", slow_but(_OFTEN, _PLANTED))
-def test_a_fault_that_only_a_gpu_would_show_is_named(faults, cell):
+def test_a_planted_gpu_fault_is_named(faults, cell):
     assert faults[cell].startswith(f"Fault: {_PLANTED[cell]}"), faults[cell]

@@ -42,7 +42,7 @@ def with_flex_attention(cell: Cell, config: Config) -> tuple[Trajectory | None, 
         pytest.param("shard 2 x tp 2", "none", "blocks", marks=pytest.mark.slow),
     ],
 )
-def test_flex_attention_goes_through_meshes_checkpointing_and_compiler(pools, mesh, mode, compiled):
+def test_flex_attention_works_with_meshes_checkpointing_and_compile(pools, mesh, mode, compiled):
     cell = PLAIN | {"mesh": mesh, "recompute": mode, "compile": compiled, "documents": "many"}
     pool, words = pools[ranks_of(degrees_of(mesh))], {"cell": cell, "config": cells.config_of_cell(cell)}
     found, graphs = pool.run(f"{HERE}:with_flex_attention", **words)[0]

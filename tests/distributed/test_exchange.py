@@ -110,7 +110,7 @@ def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_gradien
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [16, 5])  # of 5 features a token is packed with a value more
-def test_in_bfloat16_split_experts_are_as_exact_as_whole_ones(pools, kind, dim):
+def test_in_bfloat16_split_experts_are_as_exact_as_unsplit_ones(pools, kind, dim):
     arguments: dict[str, Any] = {"routing": "four experts as they come", "kind": KINDS[kind], "dim": dim, "factor": 0.7}
     for found in pools[4].run(f"{HERE}:differences", dtype=torch.bfloat16, **arguments):
         print(found)

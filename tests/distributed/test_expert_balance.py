@@ -78,7 +78,7 @@ CROSSING = {"tp 2": 3, "tp 4": 2, "context 2 x tp 2": 3}  # mesh: sequences of a
 
 @pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 @pytest.mark.parametrize("mesh", slow_but(["tp 2"], CROSSING))
-def test_the_balance_losses_of_sequences_that_slices_cross_are_those_of_one_process(pools, mesh, compiled):
+def test_balance_losses_of_sequences_split_over_ranks_equal_one_process(pools, mesh, compiled):
     batch = CROSSING[mesh]
     training = {"steps": STEPS, "global_batch_size": batch, "local_batch_size": batch}
     sections = {"model": {"name": "tests.tiny_moe"}, "training": training, "moe": {"balance_loss": 0.42}}
@@ -101,7 +101,7 @@ def recorded(degrees: dict[str, int], config: Config) -> tuple[list[dict[str, An
     return routing(run.model), [router.counts.tolist() for router in routers_of(run.model)]
 
 
-def test_the_routing_that_rank_0_records_is_what_its_experts_exchange(pools):
+def test_rank_0_records_the_routing_of_its_expert_parallel_group(pools):
     """Of a microbatch, over the two of four ranks that have rank 0's experts between them; without a split, over all ranks."""
     for ep, together in ((2, 2), (1, 4)):
         degrees = {"dp_shard": 4, "ep": ep}

@@ -43,12 +43,12 @@ def test_split_experts_have_the_gradients_of_one_process(pools, flavor, mesh, va
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(identity, OTHERS))
-def test_experts_with_biases_on_every_mesh_and_in_every_variant(pools, flavor, mesh, variant):
+def test_experts_with_biases_equal_one_process_on_every_mesh(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS)
-def test_rows_dispatched_in_many_chunks_change_nothing(pools, flavor, mesh, variant, rounds):
+def test_dispatching_in_many_chunks_changes_nothing(pools, flavor, mesh, variant, rounds):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant, **rounds))
 
 
@@ -65,7 +65,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), NESTED)
-def test_without_a_mesh_for_each_parameter_too(pools, flavor, mesh, variant):
+def test_split_experts_without_a_mesh_for_each_parameter_equal_one_process(pools, flavor, mesh, variant):
     config = config_of_cell(flavor, degrees_of(mesh), variant)
     function = "tests.distributed.test_expert_parallel:units_inside_of_blocks"
     assert_as_on_one_process(pools, flavor, mesh, config, function)

@@ -86,7 +86,7 @@ def error_of_unseen_words() -> float:
 
 
 @pytest.mark.slow
-def test_the_head_scales_gradients_before_they_are_smaller_than_float16s_normal_numbers(pools):
+def test_the_head_scales_gradients_before_they_underflow_in_float16(pools):
     # A softmax is 1 / 2^17 = 7.6e-6, and the smallest normal number 6.1e-5. Without the head's scale the error is 1.9e-3.
     assert pools[1].run(f"{HERE}:error_of_unseen_words")[0] < 1e-3
 

@@ -47,7 +47,7 @@ MODULES = ["tests.tiny", "tests.tiny_gemma3", "tests.tiny_olmo2"]
     ],
     ids=str,
 )
-def test_a_mesh_writes_what_one_process_writes(pools, module, degrees):
+def test_a_mesh_generates_the_text_of_one_process(pools, module, degrees):
     for sampling in (Sampling(temperature=0), Sampling(seed=1, top_k=50)):
         keys = {"module": module, "sampling": sampling, "step": 16}
         expected = pools[1].run(f"{HERE}:texts", degrees={}, **keys)[0]
@@ -56,7 +56,7 @@ def test_a_mesh_writes_what_one_process_writes(pools, module, degrees):
         assert all(len(set(new)) > 3 for new in expected)
 
 
-def test_a_compiled_model_writes_the_same_and_nothing_is_compiled_for_it(pools):
+def test_a_compiled_model_generates_the_same_text_without_compiling(pools):
     keys = {"module": "tests.tiny", "sampling": Sampling(temperature=0), "step": 16}
     degrees = {"tp": 2}
     plain = pools[2].run(f"{HERE}:texts", degrees=degrees, **keys)[0]
@@ -69,7 +69,7 @@ def samples(folder: Path) -> dict[int, str]:
     return {event.step: event.tensor_proto.string_val[0].decode() for event in board.Tensors("sample/0/text_summary")}
 
 
-def test_a_run_writes_samples_after_each_round_and_trains_as_if_it_had_not(pools, tmp_path):
+def test_samples_during_training_do_not_change_training(pools, tmp_path):
     degrees = {"tp": 2}
 
     def run(name: str, **validation) -> list[str]:

@@ -160,7 +160,7 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
 
 
 @pytest.mark.parametrize("degrees", [*MESHES, STAGES_OF_SHARDS], ids=str)
-def test_every_rank_reads_the_same_losses_bit_for_bit_however_many_at_once(pools, degrees):
+def test_every_rank_reads_the_same_losses_for_any_number_of_steps_at_once(pools, degrees):
     ranks = pools[ranks_of(degrees)].run(f"{HERE}:readings", degrees=degrees, at_once=(1, 2, 5, 30))
     *groups, plain = ranks[0]
     for *found, _ in ranks:
@@ -233,7 +233,7 @@ def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path, 
 
 
 @pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}, STAGES], ids=str)
-def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees):
+def test_skip_continues_without_the_batch_and_reports_it(pools, tmp_path, degrees):
     run(pools, degrees, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT})
     found = reports(tmp_path)
     assert [step for step, *_ in found] == list(range(1, 13))
@@ -244,7 +244,7 @@ def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees)
 
 
 @pytest.mark.parametrize(("degrees", "log_freq"), [({}, 100), (HYBRID, 3), (STAGES, 3)], ids=str)
-def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(pools, tmp_path, degrees, log_freq):
+def test_rollback_continues_from_the_checkpoint_with_the_batch_after_the_bad_one(pools, tmp_path, degrees, log_freq):
     run(pools, degrees, tmp_path / "run", "rollback", BAD, log_freq=log_freq)
     run(pools, degrees, tmp_path / "expected", "stop", {}, steps=5, log_freq=log_freq)
     skip_to(tmp_path / "expected", 5, 64)
@@ -278,7 +278,7 @@ def run_within_epochs(config: Config, steps: dict[int, int], epochs: float) -> N
     train(config, data, None, mesh_of({}), CPU, 0.0)
 
 
-def test_a_rollback_leaves_the_allowed_epochs_to_the_rest_of_the_run_and_to_later_starts(pools, tmp_path):
+def test_samples_left_out_by_a_rollback_do_not_count_as_epochs(pools, tmp_path):
     """12 steps of 8 samples use them up; a rollback leaves 24 samples out."""
     config = config_of(
         {},
@@ -300,7 +300,7 @@ def test_a_rollback_leaves_the_allowed_epochs_to_the_rest_of_the_run_and_to_late
         pools[1].run(f"{HERE}:run_within_epochs", config=again, **allowed)
 
 
-def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall(pools, tmp_path):
+def test_two_bad_batches_are_left_out_for_any_interval_of_reading_losses(pools, tmp_path):
     bad = {7: tiny_poison.OF_LOSS, 9: tiny_poison.OF_GRADIENT}  # both before the reading of step 10
     for log_freq in (1, 6, 100):
         # with this optimizer all steps after a bad one are bad too, and are no reason to leave out their batches
@@ -324,14 +324,14 @@ def test_rollback_works_with_any_optimizer_and_restores_moments_and_weights(pool
     assert rolls_back_to_the_same(pools, tmp_path, {}, optimizer={"implementation": "foreach"})
 
 
-def test_rollback_measures_weights_that_are_gathered_in_float8_anew(pools, tmp_path):
+def test_rollback_recomputes_float8_scales_of_gathered_weights(pools, tmp_path):
     pytest.importorskip("torchao", reason="needs torchao")
     float8 = {"enable": True, "emulate": True, "enable_fsdp_float8_all_gather": True}
     # at this rate the largest weights grow past powers of two between checkpoint and rollback, and so do their scales
     assert rolls_back_to_the_same(pools, tmp_path, {"dp_shard": 2}, float8=float8, optimizer={"lr": 0.05})
 
 
-def test_a_rollback_before_any_checkpoint_is_a_stop_that_says_so(pools, tmp_path):
+def test_a_rollback_before_any_checkpoint_stops_the_run_and_says_why(pools, tmp_path):
     with pytest.raises(WorkerFailure, match=r"UserError: step 3: .*there is no checkpoint yet to go back to"):
         run(pools, {}, tmp_path, "rollback", {3: tiny_poison.OF_LOSS})
 
@@ -353,14 +353,14 @@ def test_a_run_that_ends_between_rollback_and_checkpoint_resumes_to_the_same_wei
     assert entries == [(kind, 8, superseded) for superseded in (True, False) for kind in ("nonfinite", "rollback")]
 
 
-def test_in_float16_an_overflow_is_no_incident_and_a_loss_that_is_not_a_number_is(pools, tmp_path):
+def test_in_float16_a_nan_loss_is_an_incident_and_an_overflow_is_not(pools, tmp_path):
     half = {"mixed_precision_param": "float16"}
     run(pools, {"tp": 2}, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT}, training=half)
     assert [step for step, _, norm in reports(tmp_path) if norm is None][-2:] == [8, 10]
     assert [(e["step"], e["action"]) for e in read_entries(tmp_path / INCIDENTS)] == [(8, "skipped")]
 
 
-def test_in_float16_a_run_whose_gradients_are_never_finite_ends_although_its_losses_are(pools, tmp_path):
+def test_in_float16_a_run_ends_if_its_gradients_are_never_finite(pools, tmp_path):
     bad, half = dict.fromkeys(range(1, 31), tiny_poison.OF_GRADIENT), {"mixed_precision_param": "float16"}
     with pytest.raises(
         WorkerFailure, match=r"UserError: step 21: loss \d\.\d+, gradient norm nan.* 21 steps in a row were not"

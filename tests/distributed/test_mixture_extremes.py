@@ -154,7 +154,7 @@ def around_a_nan(degrees: dict[str, int], config: Config) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("degrees", [{}, SHARD, pytest.param(WIDE, marks=pytest.mark.slow)], ids=str)
-def test_a_router_without_numbers_on_one_rank_is_skipped_by_all_and_no_rank_waits(pools, degrees):
+def test_all_ranks_skip_a_step_in_which_one_rank_has_a_nan_router(pools, degrees):
     config = config_of_cell("shared", degrees, "plain", moe={"bias_update_speed": 0.01})
     for norms, skipped, went_on in pools[ranks_of(degrees)].run(f"{HERE}:around_a_nan", degrees=degrees, config=config):
         assert [math.isfinite(norm) for norm in norms] == [True, False, True]

@@ -71,7 +71,7 @@ def test_the_same_gradients_give_the_same_parameters_bit_for_bit_and_no_matrix_i
 
 
 @pytest.mark.slow  # inductor
-def test_the_compiled_one_does_so_too(pools):
+def test_compiled_muon_gives_the_same_parameters(pools):
     muon_ = {"name": "Muon"}
     expected, _ = expected_of(pools, optimizer=muon_)
     config = config_of({"dp_shard": 2}, optimizer=muon_)
@@ -88,7 +88,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("other", slow_but(["tied", "bfloat16"], OTHERS))
-def test_so_it_is_with_other_families_in_bfloat16_and_with_rows_that_ranks_do_not_divide(pools, other):
+def test_other_families_in_bfloat16_and_indivisible_rows_give_the_same_parameters(pools, other):
     sections = {"optimizer": MUON, **OTHERS[other]}
     expected, _ = expected_of(pools, **sections)
     for degrees in (TWO_BY_TWO, {"dp_shard": 4}):
@@ -175,7 +175,7 @@ def all_to_alls(shapes: list[tuple[int, ...]], dim: int) -> int:
     return calls.call_count
 
 
-def test_experts_that_no_rank_shares_are_not_sent_and_others_wait_until_each_rank_has_a_matrix(pools):
+def test_unsplit_experts_are_not_sent_and_others_are_sent_once_each_rank_has_a_matrix(pools):
     stacks = [(8, 4, 6), (5, 4, 6), (3, 8, 6), (1, 8, 6)]
     assert pools[4].run(f"{HERE}:all_to_alls", shapes=stacks, dim=0) == [0] * 4
     assert pools[4].run(f"{HERE}:all_to_alls", shapes=stacks, dim=1) == [2 * 3] * 4  # (8, 4, 6), (5, 4, 6), the others
@@ -185,7 +185,7 @@ def test_experts_that_no_rank_shares_are_not_sent_and_others_wait_until_each_ran
 
 
 @pytest.mark.parametrize("family", ["tests.tiny", "tests.tiny_moe"])
-def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_all_else(family):
+def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_other_parameters(family):
     config = config_of(ONE, model={"name": family}, optimizer=MUON)
     model = load_family(family, "plain").on_meta()
     matrices = sum(p.numel() for name, p in model.named_parameters() if is_orthogonalized(name, p, config.optimizer))

@@ -102,7 +102,7 @@ def test_gradients_are_those_of_one_process(pools, cell, record_property):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_a_random_graph_of_blocks_gives_what_one_process_gives(pools, seed):
+def test_a_random_graph_of_blocks_equals_one_process(pools, seed):
     numbers = random.Random(seed)
     schedule = numbers.choice([{}, INTERLEAVED, FLAT, BFS])
     comparison = compared_with_one_process(pools, TWO, (graph(drawn(numbers, EXPLICIT)), schedule))
@@ -128,7 +128,7 @@ def another_number_of_microbatches() -> str:
     return ""
 
 
-def test_a_schedule_takes_no_other_number_of_microbatches(pools):
+def test_a_schedule_refuses_another_number_of_microbatches(pools):
     assert all("a number of microbatches" in text for text in pools[2].run(f"{HERE}:another_number_of_microbatches"))
 
 
@@ -153,7 +153,7 @@ def passes_of(schedule: str) -> list[Action]:
 
 
 @pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
-def test_ranks_run_what_is_rehearsed(pools, schedule):
+def test_ranks_run_the_predicted_passes(pools, schedule):
     with simulated_ranks(2):
         expected = orders(schedule, 2, 4, 2 * STAGES_OF_A_RANK[schedule])
     assert pools[2].run(f"{HERE}:passes_of", schedule=schedule) == expected
@@ -172,7 +172,7 @@ SENT = {
 @pytest.mark.parametrize(
     "cell", slow_but(["pp 2 x shard 2", "pp 2 x tp 2, interleaved", "pp 2 x tp 2, values of the first block"], SENT)
 )
-def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
+def test_the_rank_with_the_most_memory_sends_what_is_predicted(pools, cell):
     degrees, changes = SENT[cell]
     config = config_of_cell(degrees, changes)
     config = replaced(config, parallelism={DEGREES[name]: degree for name, degree in degrees.items()})
@@ -231,7 +231,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("name", slow_but(["GPipe, recomputed"], HELD))
-def test_the_rank_that_holds_the_most_holds_what_is_predicted(pools, name):
+def test_the_rank_with_the_most_memory_holds_what_is_predicted(pools, name):
     degrees, config = HELD[name]
     prediction = predict(config, ranks_of(degrees), "cpu")
     found = [sum(each) for each in pools[ranks_of(degrees)].run(f"{HERE}:held", degrees=degrees, config=config)]

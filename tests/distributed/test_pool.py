@@ -59,7 +59,7 @@ def abort_once(folder: Path) -> int:
     return add_up()
 
 
-def test_a_rank_that_is_aborted_gets_one_more_try_and_that_is_told(tmp_path, monkeypatch):
+def test_an_aborted_call_is_retried_once_with_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.distributed.pool._GRACE", 2.0)
     pool = Pool(2)
     try:

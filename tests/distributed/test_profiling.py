@@ -36,7 +36,7 @@ def test_every_rank_traces_the_same_steps_with_its_own_operations(pools: dict[in
         assert any(found.startswith("FSDP::all_gather") for found in names)
 
 
-def test_a_trace_of_a_rank_has_what_its_stage_does_for_each_microbatch(pools: dict[int, Pool], tmp_path):
+def test_a_ranks_trace_has_its_stages_operations_for_each_microbatch(pools: dict[int, Pool], tmp_path):
     degrees = {"pp": 2}
     profiling = {"enable_profiling": True, "profile_freq": 3}
     config = config_of(degrees, "tied", 4, training={"steps": 3}, profiling=profiling, job={"dump_folder": str(tmp_path)})
@@ -74,7 +74,7 @@ def run_out_of_memory(folder: str, failing_step: int) -> str:
     return ""
 
 
-def test_a_run_that_is_out_of_memory_ends_with_the_step_the_bytes_and_the_remedies(pools: dict[int, Pool], tmp_path):
+def test_a_run_that_is_out_of_memory_reports_step_bytes_and_remedies(pools: dict[int, Pool], tmp_path):
     for message in pools[2].run(f"{HERE}:run_out_of_memory", folder=str(tmp_path), failing_step=5):
         assert "step 5, forward and backward: out of memory, 2.00 GiB more were requested" in message
         assert "parameters 0.00 GiB" in message

@@ -74,7 +74,7 @@ def _measured(pool: Pool) -> dict[str, int]:
     return measured
 
 
-def test_every_mode_keeps_less_for_the_backward_pass_than_the_one_that_computes_less_again(pools):
+def test_the_more_a_mode_recomputes_the_less_it_keeps(pools):
     kept = _measured(pools[1])
     print({mode: f"{size / kept['none']:.2f}" for mode, size in kept.items()})
     assert kept["full"] < kept["every second layer"] < kept["none"]
@@ -89,7 +89,7 @@ def test_every_second_matrix_product_of_a_block_is_kept(pools):
     assert kept["per operation"] - kept["full"] >= products
 
 
-def test_a_model_adds_to_what_is_kept_by_its_own_table(pools):
+def test_a_models_own_table_adds_to_what_is_kept(pools):
     without = _measured(pools[1])["per operation"]
     more, _ = pools[1].run(f"{HERE}:saved_bytes", mode=MODES["per operation"], backend=None, keep=True)[0]
     silu = 4 * GLOBAL_BATCH * 32 * 96 * 4  # layers x sequences x tokens x features x bytes
@@ -174,7 +174,7 @@ def calls_of_backward(backend: str | None) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_recomputation_dispatches_tokens_and_chooses_counts_and_combines_nothing_again(pools, backend):
+def test_recomputation_dispatches_tokens_again_but_does_not_route_count_or_combine(pools, backend):
     if backend and not MESH_PER_PARAMETER:
         pytest.skip("compiled blocks with split experts need PyTorch 2.13")
     for calls in pools[2].run(f"{HERE}:calls_of_backward", backend=backend):

@@ -82,12 +82,12 @@ def test_on_the_same_mesh_weights_moments_and_losses_are_equal_bit_for_bit(pools
         assert torch.equal(found[name], tensor), name
 
 
-def test_only_the_newest_checkpoints_are_kept_and_nothing_unfinished_is_left(pools, tmp_path):
+def test_only_the_newest_checkpoints_are_kept_and_no_unfinished_one_is_left(pools, tmp_path):
     run(pools, ONE, tmp_path, STEPS)
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-00000010", "step-00000012"]
 
 
-def test_an_unfinished_checkpoint_does_not_exist_for_resuming(pools, tmp_path):
+def test_a_resume_ignores_an_unfinished_checkpoint(pools, tmp_path):
     run(pools, ONE, tmp_path, 10)
     (tmp_path / "checkpoint/step-00000010").rename(tmp_path / "checkpoint/.step-00000010.unfinished")
     run(pools, ONE, tmp_path, STEPS)

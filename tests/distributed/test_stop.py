@@ -43,11 +43,11 @@ def answers(requests: dict[int, tuple[int, int]], steps: int) -> list[str | None
         ({1: (3, signal.SIGTERM), 3: (4, signal.SIGTERM)}, "rank 1 got SIGTERM"),
     ],
 )
-def test_what_one_rank_is_asked_all_are_told_one_step_later(pools: dict[int, Pool], requests, reason):
+def test_a_request_to_one_rank_reaches_all_one_step_later(pools: dict[int, Pool], requests, reason):
     assert pools[4].run(f"{HERE}:answers", requests=requests, steps=9) == [[None, None, None, None, reason]] * 4
 
 
-def test_a_request_in_the_last_step_stops_nothing_and_leaves_nothing_under_way(pools: dict[int, Pool]):
+def test_a_request_in_the_last_step_has_no_effect_and_leaves_no_pending_collective(pools: dict[int, Pool]):
     assert pools[4].run(f"{HERE}:answers", requests={1: (4, signal.SIGTERM)}, steps=5) == [[None] * 5] * 4
     assert pools[4].run(f"{HERE}:answers", requests={}, steps=3) == [[None] * 3] * 4
 
@@ -83,7 +83,7 @@ def patience() -> tuple[float, float]:
     return set_by, left_out
 
 
-def test_the_stopping_group_has_the_patience_of_a_step_and_a_group_with_its_own_keeps_it(pools: dict[int, Pool]):
+def test_the_stopping_group_has_the_timeout_of_a_step_and_a_group_with_its_own_keeps_it(pools: dict[int, Pool]):
     assert pools[2].run(f"{HERE}:patience") == [(7.0, 11.0)] * 2
 
 
@@ -96,7 +96,7 @@ def wait_for_a_rank_that_is_gone() -> None:
     asked.agreed()
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_that(monkeypatch):
+def test_a_missing_rank_is_not_waited_for_longer_than_the_timeout(monkeypatch):
     monkeypatch.setattr("tests.distributed.pool._GRACE", 0.0)
     pool = Pool(2)
     try:

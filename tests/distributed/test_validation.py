@@ -69,7 +69,7 @@ def patience_of_run(folder: Path) -> list[int | str]:
     return events
 
 
-def test_the_first_pass_which_compiles_has_the_patience_of_the_start(pools, tmp_path):
+def test_the_first_pass_which_compiles_has_the_timeout_of_the_start(pools, tmp_path):
     [events] = pools[1].run(f"{HERE}:patience_of_run", folder=tmp_path)
     assert events == [99, 9, 99, "validation", 9, "validation"]
 
@@ -89,7 +89,7 @@ def test_afterwards_a_checkpoint_has_the_moments_of_every_parameter(pools, degre
     assert answers == [[]] * len(answers)
 
 
-def test_training_goes_on_as_if_nobody_had_looked(pools, tmp_path):
+def test_validation_does_not_change_training(pools, tmp_path):
     degrees = {"tp": 2}
     looked_at = run(pools, degrees, tmp_path / "with", validation={**ALL, "steps": 3})
     alone = run(pools, degrees, tmp_path / "without")
@@ -125,7 +125,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_first_samples(pools, steps):
     assert found["validation_bits_per_byte"] == pytest.approx(expected / math.log(2) / 3, rel=1e-6)
 
 
-def test_a_round_ends_with_the_data():
+def test_validation_ends_with_the_data():
     config = config_of({}, validation={"steps": 1000})
     assert pass_length(learnable_data(config), 0, config, 1) == math.ceil(625 / 8)
 
@@ -142,7 +142,7 @@ def of_sources(degrees: dict[str, int], steps: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_each_of_several_sources_is_measured_as_if_it_were_alone(pools, degrees):
+def test_each_of_several_sources_is_validated_as_if_alone(pools, degrees):
     steps = 10
     both, web, code = pools[math.prod(degrees.values())].run(f"{HERE}:of_sources", degrees=degrees, steps=steps)[0]
     for name, alone in (("web", web), ("code", code)):

@@ -108,7 +108,7 @@ MOVED: dict[str, tuple[float, dict[str, Any], list[tuple[Degrees, int, dict[str,
 
 
 @pytest.mark.parametrize("name", slow_but([name for name in MOVED if name != "split experts"], MOVED))
-def test_from_mesh_to_mesh_the_losses_are_those_of_one_process_within_rounding(pools, tmp_path, name):
+def test_runs_resumed_on_other_meshes_have_the_losses_of_one_process_within_rounding(pools, tmp_path, name):
     rel, keys, parts = MOVED[name]
     run(pools, ONE, tmp_path / "whole", STEPS, **keys)
     for degrees, steps, parallelism in parts:
@@ -179,7 +179,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", slow_but(["tied, stages", "split experts"], SOURCES))
-def test_a_run_begins_from_a_hugging_face_folder_and_its_export_is_the_checkpoint(pools, tmp_path, monkeypatch, source):
+def test_a_run_starts_from_a_hugging_face_folder_and_its_export_is_the_checkpoint(pools, tmp_path, monkeypatch, source):
     name, flavor, degrees = SOURCES[source]
     folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
     start = {"initial_load_path": str(folder), "initial_load_in_hf": True}
@@ -226,5 +226,5 @@ def memory_of_ranks() -> float:
         return metrics.largest_peak_gib(CPU)
 
 
-def test_the_memory_that_is_reported_is_that_of_the_rank_with_most(pools):
+def test_the_reported_memory_is_that_of_the_rank_with_the_most(pools):
     assert pools[2].run(f"{__name__}:memory_of_ranks") == [2.0, 2.0]

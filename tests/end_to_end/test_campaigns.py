@@ -8,7 +8,7 @@ from tests.campaigns import Mesh, damage, elastic, kill, processors, two_hosts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def test_killed_runs_lose_nothing_and_end_as_if_nothing_had_happened(tmp_path):
+def test_killed_runs_lose_nothing_and_end_like_uninterrupted_ones(tmp_path):
     report = kill.campaign(tmp_path, Mesh(stages=2), kills=3, seed=0, at_once=2)
     assert report.broken == []
     assert report.figures["kills"] == 3
@@ -18,11 +18,11 @@ def test_damaged_files_are_named_or_change_nothing(tmp_path):
     assert damage.campaign(tmp_path, cases=6, seed=0, mesh=Mesh(stages=2)).broken == []
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_stages(tmp_path):
+def test_a_run_continues_on_another_number_of_ranks_and_stages(tmp_path):
     assert elastic.campaign(tmp_path, [Mesh(3), Mesh(stages=2)], steps=3).broken == []
 
 
-def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):
+def test_two_hosts_train_as_one_and_survive_a_cut_cable(tmp_path):
     if reason := two_hosts.obstacle():
         pytest.skip(reason)
     assert two_hosts.campaign(tmp_path, ["plain", "cut"]).broken == []

@@ -119,7 +119,7 @@ def test_two_ranks_with_workers_see_the_same_losses_and_leave_no_process(finishe
             assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None)
 
 
-def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unless_allowed(finished):
+def test_data_changed_since_a_checkpoint_is_refused_with_the_change_unless_allowed(finished):
     """The text of a source is edited; the run is resumed."""
     shutil.copytree(finished / "one", finished / "changed")
     chats = finished / "chats.jsonl"

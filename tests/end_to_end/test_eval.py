@@ -118,7 +118,7 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
 
 
 @pytest.mark.slow
-def test_two_ranks_say_the_same(folder):
+def test_two_ranks_give_the_same_results(folder):
     words = ["--checkpoint", "out", "--tasks", "choice", "--include-path", "tasks", "--limit", "2"]
     alone, split = evaluate(folder, *words), evaluate(folder, *words, "--tp", "2")
     assert alone.code == split.code == 0, split.err

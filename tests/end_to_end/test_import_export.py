@@ -62,7 +62,7 @@ def logits_differ_by(folder: Path, flavor: str, tokens: torch.Tensor, checkpoint
 
 
 @pytest.mark.timeout(600)
-def test_what_import_hf_prints_is_what_a_run_needs_and_its_last_save_is_what_transformers_reads(tmp_path):
+def test_import_hf_prints_the_keys_of_a_run_whose_last_save_transformers_reads(tmp_path):
     source = fork(tmp_path / "source", rope_theta=1234.0)
     ended = titanlite(
         "import-hf", "--source", source, "--output", "weights", "--model", "tests.tiny", "--ranks", 2, folder=tmp_path
@@ -87,7 +87,7 @@ def test_what_import_hf_prints_is_what_a_run_needs_and_its_last_save_is_what_tra
     assert again.code == 0 and "nothing to do" in again.err and tensors_of(output).keys() == before.keys()
 
 
-def test_a_run_begins_from_a_folder_on_any_mesh_and_resumes_from_its_own_checkpoints(tmp_path):
+def test_a_run_starts_from_a_folder_on_any_mesh_and_resumes_from_its_own_checkpoints(tmp_path):
     source = hf_folders.write(tmp_path / "source", "tests.tiny", "tied", torch.bfloat16)
     toml = f'''
 [model]

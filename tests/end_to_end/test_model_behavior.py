@@ -83,7 +83,7 @@ def with_block(forward) -> Family:
     return Family(type("module", (), {**parts, "Model": Model}), tiny.FLAVORS["plain"])
 
 
-def test_bfloat16_that_loses_more_than_rounding_explains_is_named():
+def test_a_bfloat16_error_beyond_rounding_is_named():
     def forward(self, x, rope, seq):
         # a running sum, in the precision of the activations, of which only the differences are used
         total = (x + 100).cumsum(1)
@@ -120,18 +120,18 @@ def test_a_router_that_chooses_another_expert_after_rounding_is_no_fault(monkeyp
     assert not any(found.values()), found
 
 
-def test_a_right_fork_that_failed_by_the_jumps_of_its_router_passes():
+def test_a_right_fork_with_a_discontinuous_router_passes():
     for family in (load_family("tests.tiny_gpt_oss", "plain"), load_family("tests.forks.right.own_router", "plain")):
         assert guarded(behavior.bfloat16_faults, family) == []
 
 
 @pytest.mark.parametrize("router", [name for name in ROUTERS if name != "sigmoid"])  # that of 300 is 1, for all experts
-def test_a_router_whose_scores_bfloat16_cannot_tell_apart_is_a_fault(monkeypatch, router):
+def test_a_router_whose_scores_are_equal_in_bfloat16_is_a_fault(monkeypatch, router):
     (fault,) = behavior.bfloat16_faults(routed(monkeypatch, lambda scores: ROUTERS[router](scores + 300), 0))
     assert fault.startswith("in bfloat16 what distinguishes the scores by which layers.0.ffn decides differs by ")
 
 
-def test_a_padding_that_changes_what_is_generated_is_named():
+def test_padding_that_changes_generated_text_is_named():
     def forward(self, x, rope, seq):
         if seq.cache is None:
             x = x + x.cumsum(1)

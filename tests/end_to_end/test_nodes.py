@@ -79,7 +79,7 @@ def test_without_a_loopback_interface_a_run_ends_with_the_remedy(folder, ranks, 
 
 
 @pytest.mark.slow
-def test_one_rank_trains_whatever_another_launcher_has_left(folder):
+def test_one_rank_trains_despite_variables_of_another_launcher(folder):
     left = {"PET_LOCAL_ADDR": "203.0.113.5", "MASTER_ADDR": "203.0.113.5", "MASTER_PORT": "1", "RANK": "3", "WORLD_SIZE": "8"}
     left |= {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ended = finish(launch("run.toml", folder=folder, **left))

@@ -99,7 +99,7 @@ def test_gradients_equal_those_of_transformers(name, flavor):
         ),
     ],
 )
-def test_each_special_feature_is_at_work_in_these_comparisons(name, flavor, changes):
+def test_each_special_feature_has_an_effect_in_these_comparisons(name, flavor, changes):
     special, _ = both_models(name, flavor)
     module = importlib.import_module(name)
     plain = module.Model(type(special.config)(**{**vars(special.config), **changes}))

@@ -120,7 +120,7 @@ def tiny(**sections: dict) -> Config:
     )
 
 
-def test_activations_are_those_that_a_block_really_saves():
+def test_predicted_activations_are_those_that_a_block_saves():
     shape = FLAVORS["plain"]
     seq = SeqInfo(torch.arange(512).expand(2, 512))
     rope = rotation(seq, shape.head_dim, shape.rope_theta)
@@ -141,7 +141,7 @@ def test_activations_are_those_that_a_block_really_saves():
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler on a CPU")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
+def test_predicted_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
     """Inductor's code allocates outside of PyTorch's dispatcher, so that its saved tensors are what can be measured."""
     config = tiny(compile={"enable": True, "components": ["model"]}, activation_checkpoint={"mode": mode})
     shape, saved = FLAVORS["plain"], {}
@@ -162,7 +162,7 @@ def test_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
     assert hidden.requires_grad and predict(config, 1, "cpu").during("loss").activations == pytest.approx(kept - once, rel=0.01)
 
 
-def test_a_gpus_operations_keep_less_than_a_cpus_and_a_compilers_less_still():
+def test_gpu_operations_keep_less_than_cpu_operations_and_compiled_ones_less_still():
     """A GPU's attention and norm are one operation each, which keep their inputs and a number for each row."""
     compiled = tiny(compile={"enable": True, "components": ["model"]})
     of_cpu, of_gpu, of_compiler = (
@@ -177,7 +177,7 @@ def test_a_gpus_operations_keep_less_than_a_cpus_and_a_compilers_less_still():
 
 
 @pytest.mark.parametrize(("gib", "code", "verdict"), [(80, 0, "fits"), (3, 1, "does not fit")])
-def test_the_command_says_whether_it_fits(gib, code, verdict, capsys, monkeypatch):
+def test_the_command_says_whether_the_run_fits(gib, code, verdict, capsys, monkeypatch):
     words = ["estimate", "train_configs/llama_debug.toml", "--device-memory-gib", str(gib), "--training.seq_len", "64"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:

@@ -42,7 +42,7 @@ def test_the_tables_and_flops_of_a_right_fork_pass(fork):
 
 
 @pytest.mark.parametrize("fork", FORKS[:3])  # `make test-all` compares this mesh and others of all forks, above
-def test_tensor_parallelism_leaves_every_gradient_of_a_right_fork_as_it_is(pools, fork):
+def test_tensor_parallelism_does_not_change_any_gradient_of_a_right_fork(pools, fork):
     name = f"tests.forks.right.{fork}"
     alone, split = trained(pools, name, "plain", {}, {}), trained(pools, name, "plain", {}, {"tp": 2}, ranks=2)
     assert alone.faults == split.faults == []
@@ -50,7 +50,7 @@ def test_tensor_parallelism_leaves_every_gradient_of_a_right_fork_as_it_is(pools
 
 
 @every_fork
-def test_a_document_of_a_packed_row_gives_what_it_gives_alone_and_no_block_returns_a_view(fork):
+def test_a_document_in_a_packed_row_equals_the_document_alone_and_no_block_returns_a_view(fork):
     module = load_module(f"tests.forks.right.{fork}")
     model = module.Model(module.FLAVORS["plain"])
     torch.manual_seed(0)

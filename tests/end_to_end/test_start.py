@@ -50,17 +50,17 @@ def imported(*words: str, folder: Path, modules: tuple[str, ...]) -> tuple[int, 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_help_and_misspelt_words_are_answered_without_torch(tmp_path, words, code):
+def test_help_and_misspelled_options_are_answered_without_torch(tmp_path, words, code):
     assert imported(*words, folder=tmp_path, modules=("torch",)) == (code, [])
 
 
-def test_text_becomes_tokens_without_torch(tmp_path):
+def test_text_is_tokenized_without_torch(tmp_path):
     (tmp_path / "data.txt").write_text("Some words to read. " * 50)
     Tokenizer(models.WordLevel({"</s>": 0}, unk_token="</s>")).save(str(tmp_path / "tokenizer.json"))
     words = ["--input", tmp_path / "data.txt", "--output", tmp_path / "tokens", "--tokenizer", tmp_path, "--workers", 1]
     assert imported("tokenize", *map(str, words), folder=tmp_path, modules=("torch",)) == (0, [])
 
 
-def test_a_check_imports_nothing_that_only_a_run_needs(tmp_path):
+def test_check_imports_nothing_that_only_a_run_needs(tmp_path):
     words = ("check", RECIPE, "--job.dump_folder", str(tmp_path))
     assert imported(*words, folder=tmp_path, modules=HEAVY) == (0, [])

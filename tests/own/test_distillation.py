@@ -222,7 +222,7 @@ def faults_of(folder: str, ranks: int = 1, **keys: Any) -> list[str]:
     return [line.strip() for line in str(refused.value).splitlines() if "." in line][1:]
 
 
-def test_a_teacher_of_other_tokens_is_refused_with_both_numbers(teacher):
+def test_a_teacher_with_another_vocabulary_is_refused_with_both_sizes(teacher):
     (fault,) = faults_of(teacher)
     assert (
         fault
@@ -267,7 +267,7 @@ def test_another_tokenizer_in_the_teachers_folder_is_refused(tmp_path):
     assert fault.startswith("distillation.teacher = ") and "model.hf_assets_path have different ids for" in fault
 
 
-def test_a_loss_of_ones_own_takes_the_teachers_logits_if_there_is_a_teacher_and_only_then(tmp_path):
+def test_an_own_loss_gets_the_teachers_logits_only_if_there_is_a_teacher(tmp_path):
     folder = written(tmp_path / "teacher", "tests.tiny", "large")
     (fault,) = faults_of(folder, training={"loss": "tests.own.parts:smoothed"})
     assert "must take logits, labels, teacher_logits, then its options by keyword" in fault

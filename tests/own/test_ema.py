@@ -81,13 +81,13 @@ def test_the_average_is_the_closed_form_of_the_weights_of_all_steps(pools, tmp_p
     }
 
 
-def test_the_average_goes_on_from_mesh_to_mesh(pools, tmp_path):
+def test_the_average_continues_on_other_meshes(pools, tmp_path):
     for degrees, steps in ((TWO_BY_TWO, 2), (ONE, 4), (STAGES, 6)):
         averaged(pools, degrees, tmp_path, steps, training={"local_batch_size": 2 if degrees == TWO_BY_TWO else 4})
     assert_closed_form(tmp_path, 1, 6)
 
 
-def test_a_resume_may_begin_an_average_from_the_weights_and_end_it_and_says_so(pools, tmp_path):
+def test_a_resume_may_start_or_end_an_average_and_logs_it(pools, tmp_path):
     keys = {"checkpoint": {"interval": 1}}
     (begun,) = [
         train(pools, ONE, tmp_path, steps, optimizer={"ema_decay": decay}, **keys)[0] for steps, decay in ((2, 0.0), (4, DECAY))
@@ -106,7 +106,7 @@ def test_a_resume_may_begin_an_average_from_the_weights_and_end_it_and_says_so(p
     assert not any(name.startswith("ema.") for name in stored(tmp_path, 5))
 
 
-def test_weights_that_are_loaded_are_what_a_new_average_begins_with(pools, tmp_path):
+def test_a_new_average_starts_from_the_loaded_weights(pools, tmp_path):
     run(pools, ONE, tmp_path / "first", 3)
     source = tmp_path / "first/checkpoint/step-00000003"
     averaged(pools, ONE, tmp_path / "second", 1, checkpoint={"initial_load_path": str(source)})
@@ -142,7 +142,7 @@ def test_a_skipped_step_does_not_move_the_average(group_of_one, skipped):
 # ------------------------------------------------------------------------------------------------------- what it is for
 
 
-def test_validation_measures_the_average_too_and_training_goes_on_as_without(pools, tmp_path, monkeypatch):
+def test_validation_measures_the_average_and_does_not_change_training(pools, tmp_path, monkeypatch):
     validation = {"enable": True, "freq": 2, "steps": 2}
     run(pools, TWO_BY_TWO, tmp_path / "without", 4, validation=validation)
     averaged(pools, TWO_BY_TWO, tmp_path / "with", 4, validation=validation)

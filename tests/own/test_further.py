@@ -105,7 +105,7 @@ def test_labels_end_with_their_row_and_their_document():
 
 
 @pytest.mark.parametrize("name", family_names())
-def test_the_tables_of_every_family_cover_its_further_depths(name):
+def test_the_tables_of_every_family_cover_its_mtp_modules(name):
     config = config_of({}, model={"name": name, "flavor": "debug"}, training={"predict_further": DEPTHS})
     family = family_of(config.model)
     model = on_meta(family, config)
@@ -114,7 +114,7 @@ def test_the_tables_of_every_family_cover_its_further_depths(name):
     assert ours == [(each.shape, each.dtype) for each in [*model.layers.values()][-1].parameters()]
 
 
-def test_muon_updates_the_matrices_of_further_depths():
+def test_muon_updates_the_matrices_of_mtp_modules():
     config = configured(ONE, optimizer={"name": "Muon"})
     model = on_meta(family_of(config.model), config)
     matrices = {n for n, p in model.named_parameters() if is_orthogonalized(n, p, config.optimizer)}
@@ -176,7 +176,7 @@ def test_a_mesh_trains_on_documents_as_one_process_does(pools, mesh):
     assert [str(each) for each in compare(run(mesh), run("one process")).excessive] == []
 
 
-def test_blocks_of_further_depths_need_no_graph_of_their_own(pools):
+def test_blocks_of_mtp_modules_need_no_graph_of_their_own(pools):
     config = configured({"tp": 2}, compile={"enable": True, "backend": "aot_eager"})
     assert pools[2].run("tests.distributed.scenarios:trajectory", degrees={"tp": 2}, config=config)[0][1] == GRAPHS
 
@@ -192,7 +192,7 @@ def test_another_precision_differs_by_its_rounding(pools, precision):
 # ------------------------------------------------------------------------------------------------ runs and their checkpoints
 
 
-def test_a_run_reports_the_further_loss_resumes_bit_for_bit_and_leaves_a_model_without_it(pools, tmp_path, caplog, monkeypatch):
+def test_a_run_reports_the_mtp_loss_resumes_bit_for_bit_and_exports_a_model_without_mtp(pools, tmp_path, caplog, monkeypatch):
     keys: dict[str, Any] = {"training": {"predict_further": 1, "predict_further_weight": WEIGHT}}
     keys["validation"] = {"enable": True, "steps": 1, "freq": STEPS}
     keys["optimizer"] = {"ema_decay": 0.9}
@@ -247,13 +247,13 @@ def faults_of(folder: Path, ranks: int, **keys: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_excludes_it_is_refused_with_both_keys(tmp_path, case):
+def test_keys_that_exclude_mtp_are_refused_with_both_keys(tmp_path, case):
     ranks, keys, named = REFUSED[case]
     (fault,) = faults_of(tmp_path, ranks, **copy.deepcopy(keys))
     assert named in fault
 
 
-def test_a_model_whose_blocks_cannot_be_cut_apart_is_refused(tmp_path, monkeypatch):
+def test_a_model_whose_blocks_cannot_be_separated_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "LIMITS", {"stages": False}, raising=False)
     (fault,) = faults_of(tmp_path, 1)
     assert "LIMITS of tests.tiny" in fault
@@ -262,7 +262,7 @@ def test_a_model_whose_blocks_cannot_be_cut_apart_is_refused(tmp_path, monkeypat
 # ---------------------------------------------------------------------------------------------------------------- predictions
 
 
-def test_a_prediction_and_the_reported_flops_count_projections_blocks_and_the_head_again():
+def test_predicted_and_reported_flops_count_projections_blocks_and_head_of_mtp_modules():
     plain, config = (configured({"dp_shard": 2}, training={"predict_further": depths}) for depths in (0, DEPTHS))
     without, found = (predict(each, 2, "cpu") for each in (plain, config))
     family = family_of(config.model)

@@ -30,7 +30,7 @@ def faults_of(loss: str, **options) -> list[str]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_loss_is_one_message_with_its_key_and_place(case, tmp_path, monkeypatch):
+def test_a_wrong_loss_is_one_message_with_its_key_and_line(case, tmp_path, monkeypatch):
     body, options, said = WRONG[case]
     module = f"wrong_{list(WRONG).index(case)}"
     file = tmp_path / f"{module}.py"
@@ -41,7 +41,7 @@ def test_a_wrong_loss_is_one_message_with_its_key_and_place(case, tmp_path, monk
     assert fault.startswith("training.loss") and (options or str(file) in fault)
 
 
-def test_a_right_loss_is_not_refused():
+def test_a_correct_loss_is_not_refused():
     assert faults_of("tests.own.parts:smoothed", share=0.2) == []
 
 

@@ -170,7 +170,7 @@ def test_a_wrong_result_is_one_message_with_file_and_line(name, wrong, group_of_
         OwnCode(config).values(1, {"loss": 1.0}, model, batch)
 
 
-def test_a_hook_that_raises_ends_the_run_with_its_place(wrong):
+def test_a_hook_that_raises_ends_the_run_with_its_line(wrong):
     wrong("\ndef after_step(step, model, optimizer):\n    raise KeyError(step)\n")
     with pytest.raises(
         UserError, match=r'^hooks.modules = "wrong_code": after_step: fails \(.*wrong_code.py, line 3\): KeyError\(7\)'
@@ -187,7 +187,7 @@ def test_two_metrics_of_one_name_are_refused(wrong):
 # ------------------------------------------------------------------------------------------------------ code of the run
 
 
-def test_hooks_are_code_of_the_run_and_metrics_are_in_its_provenance_alone():
+def test_hooks_belong_to_the_code_of_a_run_and_metrics_only_to_its_provenance():
     config = with_own_code({"extra": ["tests.own.parts:mean_square"]}, ["tests.own.watching"])
     assert "tests.own.watching" in source_of_parts(config)
     assert "tests.own.parts" not in source_of_parts(config)

@@ -109,7 +109,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_depends_on_the_rank_or_its_shard_is_found_where_meshes_are_compared(pools, case):
+def test_code_that_depends_on_the_rank_or_its_shard_is_found_by_comparing_meshes(pools, case):
     assert excessive(pools, "2 x 2", **WRONG[case])
 
 

@@ -62,7 +62,7 @@ def own_paths(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LETTERS)
-def test_each_line_is_taken_or_is_a_comment_with_the_reason(tmp_path, name):
+def test_each_line_is_converted_or_becomes_a_comment_with_the_reason(tmp_path, name):
     path = converted(tmp_path, toml(LETTERS[name]))
     config = read_config(path, [])
     assert not {f"{key.section}.{key.name}" for key in config.idle(Hardware())} & config.layers.keys()
@@ -120,7 +120,7 @@ def test_a_setting_becomes_a_line(tmp_path, theirs, line):
     assert [each for each in lines if each == line or (line[:1] == "#" and each.startswith(line))], lines
 
 
-def test_the_tables_name_keys_that_titanlite_has_and_has_not():
+def test_the_tables_match_the_keys_that_titanlite_has_and_lacks():
     assert set(RENAMED.values()) <= set(KEYS)
     assert not (set(INSTEAD) | set(RENAMED)) & set(KEYS)
 

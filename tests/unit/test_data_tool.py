@@ -130,7 +130,7 @@ def changed(config, tmp_path) -> dict[int, tuple[list[str], Timeline]]:
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 8])
-def test_show_prints_what_a_run_whose_weights_changed_read_or_will_read(config, run, changed, step):
+def test_show_prints_past_and_future_samples_of_a_run_whose_weights_changed(config, run, changed, step):
     options, timeline = changed[step]
     found = shown_samples(run("show", "--step", str(step), *options))
     assert found == read_samples(config, options, step, timeline)

@@ -63,7 +63,7 @@ def test_overrides_of_a_file_add_to_those_of_its_base(tmp_path):
         ("8b", {"rope_type": "yarn", "factor": 4, "original_max_positions": 8192}, YarnScaling(4.0, 8192)),
     ],
 )
-def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, value, expected):
+def test_a_nested_table_changes_what_it_names_and_none_removes_it(flavor, value, expected):
     found = load_family("llama3", flavor, overrides={"rope_scaling": value}).config.rope_scaling
     assert found == expected and [*map(type, found or ())] == [*map(type, expected or ())]
 
