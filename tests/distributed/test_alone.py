@@ -1,4 +1,4 @@
-"""One process casts parameters where they are used in place of FSDP2: the same numbers, no more memory, for every model."""
+"""One process casts parameters where they are used, instead of FSDP2: the same results, no more memory, for every model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +70,7 @@ def test_cast_parameters_are_not_kept_for_the_backward_pass(pools):
 
 
 class OwnHead(nn.Module):
-    """A head as a fork may write it: it knows nothing of masters."""
+    """A head as a fork may write it, without regard to master weights."""
 
     def __init__(self, config: llama3.Config):
         super().__init__()
@@ -103,7 +103,7 @@ class WithDerivedHead(llama3.Model):
 
 
 class WithKeywords(llama3.Model):
-    """It calls its blocks by keywords, and has a parameter of its own in no block."""
+    """It calls its blocks with keyword arguments, and has a parameter outside of blocks."""
 
     def __init__(self, config: llama3.Config):
         super().__init__(config)

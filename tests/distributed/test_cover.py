@@ -1,4 +1,4 @@
-"""P1: the mesh does not change the mathematics, whatever it is combined with: every cell of a table against one process.
+"""P1: the mesh does not change the mathematics in any combination: every cell of a table against one process.
 
 `python -m tests.distributed.cover` prints the table; `pytest -k "tp 2"` runs the cells with that in their names.
 """
@@ -18,13 +18,13 @@ from titanlite.verify.compare import Trajectory, compare
 CELLS = {cover.name(cell): cell for cell in cover.cover(without=LATER)}
 # Those of `make test`; `make test-all` has every pair.
 FEW = cover.few(CELLS, cover.with_dimensions)
-# In `make test-all` inductor compiles those that together show every value which changes kernels, in place of "aot_eager".
+# In `make test-all`, inductor instead of "aot_eager" compiles cells that cover every value which changes kernels.
 _OF_KERNELS = ("family", "recompute", "precision", "documents", "adapter", "router")
 COMPILED = one_of_each(
     {name: {factor: cell[factor] for factor in _OF_KERNELS} for name, cell in CELLS.items() if cell["compile"] != "no"}
 )
-# Several dimensions at once need eight ranks, which take as long as ten other cells: what is most unlike Llama, and what is
-# special in gathering.
+# Several dimensions at once need eight ranks, which take as long as ten other cells: the families least like Llama, and special
+# cases of gathering.
 EIGHT, CONTEXT = "replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2"
 AT_ONCE = [
     {"mesh": CONTEXT, "family": "Gemma 3", "documents": "many", "recompute": "per operation"},
@@ -50,7 +50,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "in
 
 @pytest.fixture(scope="module")
 def references(pools) -> Callable[[Cell], Trajectory]:
-    """What one plain process does, run once for all cells with the same mathematics."""
+    """The trajectory of one plain process, run once for all cells with the same mathematics."""
     known: dict[tuple[str, ...], Trajectory] = {}
 
     def reference(cell: Cell) -> Trajectory:
@@ -111,7 +111,7 @@ def test_the_references_learn_from_nonzero_gradients(references, family):
 
 
 def test_the_reference_with_an_adapter_has_nonzero_gradients(references):
-    gradients = references(PLAIN | {"adapter": "lora"}).gradients  # three steps are too few to learn
+    gradients = references(PLAIN | {"adapter": "lora"}).gradients  # three steps are too few for the loss to fall
     assert all(gradient.norm() > 1e-6 for gradient in gradients.values())
 
 
@@ -124,7 +124,7 @@ def test_lower_precision_follows_float32_and_keeps_float32_masters(references):
         assert compare(found, plain).worst("gradients").size > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- in `make test-all` alone
+# ------------------------------------------------------------------------------------------------- only in `make test-all`
 
 # `make campaign PART=cells` and `PART=pipelines` run all cells.
 

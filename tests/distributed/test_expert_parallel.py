@@ -1,4 +1,4 @@
-"""Expert parallelism: the gradients, losses and norms of one process, however experts are split and tokens dispatched."""
+"""Expert parallelism: the gradients, losses and norms of one process, for any split of experts and any dispatch."""
 
 from typing import Any
 from unittest import mock
@@ -13,15 +13,15 @@ from titanlite.parallel import fsdp
 from titanlite.verify.compare import Trajectory
 
 FLAVORS = ("plain", "shared", "grouped", "gpt_oss")
-# test_cover.py has more, with what else is done to a model, but no experts with biases: of these, `make test-all` has each mesh
-# and variant. `make campaign PART=cells` has the product.
+# test_cover.py combines more features, but has no experts with biases: for these, `make test-all` has each mesh and variant.
+# `make campaign PART=cells` has the product.
 CELLS = [
     ("plain", "shard 2, ep 2", "plain"),
     ("shared", "replicate 2 x shard 2, ep 2", "accumulated"),
     ("gpt_oss", "tp 2, ep 2", "recomputed"),
 ]
 OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell[0] == "gpt_oss" and cell not in CELLS]
-# A rank receives at a time so many of the rows that it receives on average: the routing of these runs takes several chunks.
+# The share of the average rows that a rank receives at a time, so that these runs need several chunks.
 SEVERAL_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.3}}
 MANY_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.03}}
 INDUCTOR: dict[str, Any] = {"compile": {"enable": True, "backend": "inductor"}}  # recomputes blocks itself

@@ -1,4 +1,4 @@
-"""Hugging Face's format on meshes: every rank reads its own slices and no more, and no mesh makes another model of a file."""
+"""Hugging Face's format on meshes: every rank reads only its own slices, and every mesh loads the same model."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -40,7 +40,7 @@ READ += [pytest.param(*case, _OTHERS[n % len(_OTHERS)], marks=pytest.mark.slow) 
 
 
 def read(folder: Path, name: str, flavor: str, degrees: Degrees) -> tuple[dict[str, Tensor], int, int]:
-    """(whole tensors on rank 0, values that this rank has read of the file, values of its own shards)."""
+    """(full tensors on rank 0, values that this rank has read from the file, values of its own shards)."""
     config = config_of(degrees, flavor, degrees.get("pp", 1), model={"name": name, "flavor": flavor})
     family = load_family(name, flavor)
     model = build_model(family, config, mesh_of(degrees), CPU)

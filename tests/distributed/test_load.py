@@ -1,4 +1,4 @@
-"""Loading: every kind of damage is seen, and what a run begins from. test_variants.py loads onto other meshes."""
+"""Loading: every kind of damage is found, and what a run starts from. test_variants.py loads onto other meshes."""
 
 import shutil
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def exchange(path: Path, other: Path) -> None:
 
 
 SIZE, SUM, NOT_JSON = "is damaged: it has ", "is damaged: its checksum is ", "is damaged: not JSON"
-# what is done to a file, what is said of it, and what where it is the manifest
+# the damage, the offset, and the message if the file is the manifest
 DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str, str]] = {
     "truncated": (cut, SIZE, "is damaged: its checksum is not"),  # the manifest's last byte is a line end: still JSON
     "flipped": (lambda path, other: flip(path), SUM, "is damaged: "),
@@ -46,7 +46,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str, str]] = {
     "removed": (lambda path, other: path.unlink(), "is missing", "is missing"),
     "of another step": (exchange, SUM, "is damaged: it belongs to step 2"),
 }
-# each file with a damage, and in `make test-all` with the one after the next
+# each file with one damage, and in `make test-all` with another one
 DAMAGED = [(name, [*DAMAGES][number % len(DAMAGES)]) for number, name in enumerate(FILES)]
 DAMAGED += [
     pytest.param(name, [*DAMAGES][(number + 2) % len(DAMAGES)], marks=pytest.mark.slow) for number, name in enumerate(FILES)
@@ -137,7 +137,7 @@ def test_every_tensor_that_does_not_fit_is_listed_with_the_reason(pools, tmp_pat
 
 
 def test_excluded_tensors_keep_their_initial_values_and_all_others_are_loaded(pools, half, tmp_path):
-    """Left out are a layer, and what does not fit another vocabulary."""
+    """Excludes a layer, and tensors that do not fit another vocabulary."""
     still = {"optimizer": {"lr": 1e-20}, "flavor": "uneven"}  # a run that learns nothing
     start = {"initial_load_path": str(half / "checkpoint/step-00000004")}
     start |= {"exclude_from_loading": ["model.layers.1.*", "model.embed.*", "model.head.output.*"]}

@@ -1,4 +1,4 @@
-"""Adapters on a mesh: little traffic, and what a run begins from. test_cover.py has gradients, test_variants.py resumes."""
+"""Adapters on a mesh: little traffic, and what a run starts from. test_cover.py has gradients, test_variants.py resumes."""
 
 import math
 from collections import Counter
@@ -53,11 +53,11 @@ def test_frozen_bfloat16_weights_compute_the_same_as_float32_masters(pools, degr
 
 
 def collectives(enable: bool) -> tuple[Counter[str], Counter[str], int]:
-    """Of the forward and the backward pass on tp 2; bytes that the latter reduces."""
+    """Collectives of the forward and the backward pass on tp 2; bytes that the backward pass reduces."""
     config, mesh = config_of(TP, lora={**KEYS, "enable": enable}), mesh_of(TP)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
     batch = first_microbatch(config, mesh)
-    summed_loss(model, batch).backward()  # what is made at first use is not counted
+    summed_loss(model, batch).backward()  # the first use is not counted
     with Sent() as forward:
         loss = summed_loss(model, batch)
     with Sent() as backward:
@@ -71,7 +71,7 @@ def test_adapters_add_no_collective_but_small_sums_of_their_own_gradients(pools)
     assert forward == plain_forward
     # in each of two layers, A of the four modules that are split by rows, B of the three that are split by columns
     assert (backward.pop("all-reduce"), added) == (2 * 7, 2 * 7 * 4 * 64 * 4)
-    # less than without: neither the first block's input nor the embedding needs a gradient
+    # fewer than without adapters: neither the first block's input nor the embedding needs a gradient
     del plain_backward["all-reduce"]
     assert backward.total() == plain_backward.total() - 2
 

@@ -122,7 +122,7 @@ def trained(pools, degrees: dict[str, int], keys: dict[str, Any]) -> Trajectory:
     return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
 
 
-# test_cover.py allows for a value that flips to the one beside it; here none does
+# test_cover.py tolerates a value that rounds to a neighbor; none does here
 @pytest.mark.parametrize("name", CASES)
 def test_in_float8_a_mesh_gives_the_losses_and_gradients_of_one_process(pools, name):
     pytest.importorskip("torchao", reason="needs torchao")

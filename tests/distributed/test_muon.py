@@ -1,4 +1,4 @@
-"""Muon on meshes: every matrix is orthogonalized whole, by one rank, and that is what one process does."""
+"""Muon on meshes: one rank orthogonalizes each full matrix, with the result of one process."""
 
 import math
 from typing import Any
@@ -41,7 +41,9 @@ BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 
 
 def orthogonalized(degrees: dict[str, int], config: Config) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    """What three steps with given gradients make; and the shapes of the matrices that this rank orthogonalizes in one."""
+    """The parameters after three steps with given gradients; and the shapes of the matrices that this rank orthogonalizes per
+    step.
+    """
     seen: list[Any] = []
     real = muon.orthogonalized
 
@@ -101,7 +103,7 @@ EXPERTS = {
     "shard 2": ({"dp_shard": 2}, "plain"),
     "2 x 2": (TWO_BY_TWO, "plain"),
     "shard 2, ep 2": ({"dp_shard": 2, "ep": 2}, "plain"),
-    "shard 2, three experts": ({"dp_shard": 2}, "three"),  # of which ranks split the rows
+    "shard 2, three experts": ({"dp_shard": 2}, "three"),  # ranks split their rows
     "tp 2, ep 2": ({"tp": 2, "ep": 2}, "plain"),
     "shard 4, three experts": ({"dp_shard": 4}, "three"),
     "2 x 2 x 2, ep 4": ({**EVERYTHING, "ep": 4}, "plain"),
@@ -132,8 +134,9 @@ def test_stages_with_experts_train_as_one_process(pools, degrees):
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bit for bit, but for what PyTorch's fused AdamW does, where a value's place in a vector register counts, and for stacks
-    of experts: a batch of other length may be multiplied by another kernel."""
+    """Bit for bit, except for PyTorch's fused AdamW, where a value's position in a vector register matters, and for stacks of
+    experts: a batch of another length may use another kernel.
+    """
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         tolerance = 0.0 if is_orthogonalized(name.removesuffix(f".{muon.MOMENTUM}"), tensor, MUON_KEYS) else 1e-6
@@ -142,7 +145,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def exchanged(shapes: list[tuple[int, int]], used: list[int]) -> bool:
-    """Whether matrices sharded by rows, with fewer rows than ranks too, return as what the owners made of them."""
+    """Whether matrices sharded by rows, also with fewer rows than ranks, return as their owners changed them."""
     mesh = mesh_of({"dp_shard": dist.get_world_size()})["dp_shard"]
     wholes = [torch.arange(rows * columns).view(rows, columns) + 1000.0 * n for n, (rows, columns) in enumerate(shapes)]
     matrices = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in wholes]
@@ -165,7 +168,7 @@ def test_matrices_of_any_shape_are_sent_to_their_owners_and_back(pools, used):
 
 
 def all_to_alls(shapes: list[tuple[int, ...]], dim: int) -> int:
-    """How many a step has for parameters that are split along a dimension."""
+    """The number of all-to-alls in a step, for parameters that are split along a dimension."""
     mesh = mesh_of({"dp_shard": dist.get_world_size()})["dp_shard"]
     stacks = [distribute_tensor(torch.ones(shape), mesh, [Shard(dim)]) for shape in shapes]
     exchange = Redistribution(stacks)

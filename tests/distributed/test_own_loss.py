@@ -1,4 +1,4 @@
-"""A loss other than the cross entropy gives the losses, norms and gradients of one process where the mesh splits its tokens."""
+"""A loss other than cross entropy gives the losses, norms and gradients of one process if the mesh splits its tokens."""
 
 import functools
 from typing import Any

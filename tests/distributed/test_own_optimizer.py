@@ -1,4 +1,4 @@
-"""An optimizer of the user's own on meshes: the steps of one process, in runs that resume, on other meshes too."""
+"""An optimizer of the user's own on meshes: the steps of one process, also after a resume and on other meshes."""
 
 import math
 from typing import Any
@@ -69,7 +69,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, deg
 def test_state_is_resharded_if_a_run_continues_on_another_mesh(pools, tmp_path):
     run(pools, TWO_BY_TWO, tmp_path, 4, optimizer=LION, flavor="uneven")
     before = stored(tmp_path, 4)
-    still = {**LION, "options": {"betas": [0.9, 1.0]}}  # which leaves the state as it is
+    still = {**LION, "options": {"betas": [0.9, 1.0]}}  # does not change the state
     allowed = {"allow_changes": ["optimizer.options"], "interval": 1}
     run(pools, {"dp_shard": 2}, tmp_path, 5, optimizer=still, flavor="uneven", checkpoint=allowed)
     after = stored(tmp_path, 5)
@@ -122,7 +122,7 @@ def test_state_that_does_not_follow_the_shards_is_refused_with_class_and_line(po
 
 
 def moved_by_rest(degrees: dict[str, int], config: Config) -> list[str]:
-    """The parameters whose state differs where one never gets a gradient from where it gets zeros."""
+    """The parameters whose state differs between no gradient and a gradient of zeros."""
     found = []
     for zeros in (False, True):
         model = build_model(family_of(config.model), config, mesh_of(degrees), CPU)

@@ -1,4 +1,4 @@
-"""What sharding must do beside the right numbers: gather as often as configured, hold only its share, refuse bad tables."""
+"""Sharding besides numerics: gathers as often as configured, holds only its share, refuses wrong tables."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ def built(degrees: dict[str, int], reshard: str | int = "default", flavor: str =
 def step_collectives(degrees: dict[str, int], reshard: str | int) -> Counter[str]:
     model, config = built(degrees, reshard)
     batch = first_microbatch(config, mesh_of(degrees))
-    summed_loss(model, batch).backward()  # what is made at first use is not counted
+    summed_loss(model, batch).backward()  # the first use is not counted
     with Sent() as sent:
         summed_loss(model, batch).backward()
     return sent.kinds()
@@ -52,7 +52,7 @@ def step_collectives(degrees: dict[str, int], reshard: str | int) -> Counter[str
 
 @pytest.mark.parametrize(
     ("reshard", "gathers"),
-    # 4 units: embedding, two blocks, head; freed ones are gathered again for the backward pass, but the embedding needs none
+    # 4 units: embedding, two blocks, head; freed ones are gathered again for the backward pass, except the embedding
     [("never", 4), ("default", 4 + 2), ("always", 4 + 3), (2, 4 + 3)],
 )
 def test_parameters_are_gathered_as_often_as_the_policy_says_and_gradients_reduced_once(pools, reshard, gathers):
@@ -77,11 +77,11 @@ def prefetched(depth: int, degrees: dict[str, int], family: tuple[str, str] = ("
 def test_blocks_gather_as_far_ahead_as_configured(pools):
     shards = {"dp_shard": 2}
     assert pools[2].run(f"{HERE}:prefetched", depth=2, degrees=shards)[0] == [(2, 0), (2, 0), (2, 1), (1, 2), (0, 2)]
-    assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees=shards)[0] == [(0, 0)] * 5  # FSDP2's own way, which says nothing
+    assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees=shards)[0] == [(0, 0)] * 5  # FSDP2's implicit prefetch
 
 
 def test_each_block_gathers_the_next_before_the_host_waits_for_routing(pools):
-    units = 1 if MESH_PER_PARAMETER else 2  # a block with experts is one unit, or two where those need their own mesh
+    units = 1 if MESH_PER_PARAMETER else 2  # a block with experts is one unit, or two if experts need their own mesh
     wanted = [(units, 0)] * 2 + [(0, 0)]
     moe = ("tests.tiny_moe", "plain")
     assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees={"dp_shard": 2, "ep": 2}, family=moe)[0] == wanted
@@ -164,7 +164,7 @@ def test_tensor_parallelism_costs_the_head_one_small_collective_per_chunk(pools,
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in any plain tensor that takes new memory while the mode is on, and the most rows by width."""
+    """The most values in any plain tensor allocated while the mode is on, and the most rows by width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_no_rank_ever_holds_more_than_its_share_while_the_model_is_built(pools):
 
 
 def widest_logits(degrees: dict[str, int], rows: int) -> tuple[int, int]:
-    """The most tokens that any tensor as wide as this rank's vocabulary had, and how many tokens there were."""
+    """The most tokens in any tensor as wide as this rank's vocabulary, and the number of tokens."""
     model, config = built(degrees, flavor="uneven")
     batch = first_microbatch(config, mesh_of(degrees))
     model.head.sizes = Sizes(rows * model.head.vocab_size, 2**21)
@@ -216,7 +216,7 @@ def test_logits_never_exist_for_more_tokens_than_a_chunk(pools, degrees):
 
 
 def whole_logits(degrees: dict[str, int], flavor: str) -> Tensor:
-    """Logits of a batch, which every rank returns whole."""
+    """Logits of a batch; every rank returns all of them."""
     model, _ = built(degrees, flavor=flavor)
     tokens = torch.arange(2 * 32).view(2, 32)
     model.head.sizes = Sizes(2**20, 2**21)

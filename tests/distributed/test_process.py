@@ -1,4 +1,4 @@
-"""A process among others: how long it waits for them, and what its random numbers are."""
+"""A process among others: how long it waits for them, and its random numbers."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ HERE = "tests.distributed.test_process"
 
 
 def wait_for_a_late_rank(group: str, gave_up: Path) -> str:
-    """What rank 0 says when it no longer waits; rank 1 does not come."""
+    """The error of rank 0 when it stops waiting; rank 1 does not take part."""
     mesh = mesh_of({"tp": 2})
     set_timeout(2)
     if dist.get_rank() == 1:
@@ -88,7 +88,7 @@ def test_all_ranks_notice_that_one_has_another_text(pools: dict[int, Pool], tmp_
 
 
 def make_on_nodes_of_two(fault_on: int | None) -> tuple[int | str, list[int]]:
-    """(the result of once_per_node or the text of its error, the ranks whose `make` was called here), with 2 ranks a node."""
+    """(the result of once_per_node or its error message, the ranks whose `make` was called here), with 2 ranks per node."""
     rank, calls = dist.get_rank(), []
 
     def make() -> int:
@@ -107,7 +107,7 @@ def make_on_nodes_of_two(fault_on: int | None) -> tuple[int | str, list[int]]:
 
 
 def test_the_first_rank_of_each_node_makes_a_value_for_its_node(pools: dict[int, Pool]):
-    for _ in range(2):  # groups of the same ranks can be made again
+    for _ in range(2):  # groups of the same ranks can be created again
         answers = pools[4].run(f"{HERE}:make_on_nodes_of_two", fault_on=None)
         assert answers == [(100, [0]), (100, []), (102, [2]), (102, [])]
 

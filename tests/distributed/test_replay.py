@@ -1,4 +1,4 @@
-"""Steps done again: bit for bit on the same mesh, within rounding on one process, and by the right way after rollbacks."""
+"""Replayed steps: bit for bit on the same mesh, within rounding on one process, and by the right route after rollbacks."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ MODEL = "tests.tiny_poison"
 
 
 def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple[int, int | None]]) -> list[tuple]:
-    """Replays (step, attempt) pairs on a mesh; -> (what was found, what is printed) of each."""
+    """Replays (step, attempt) pairs on a mesh; -> (result, printed text) of each."""
     found = []
     for step, attempt in steps:
         config, global_batch = setting_of(folder, step, MODEL)
@@ -40,7 +40,7 @@ def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple
 def replays(pools: dict[int, Pool], degrees: Degrees, folder: Path, bad: dict[int, int], *steps: int | tuple[int, int]):
     pairs = [step if isinstance(step, tuple) else (step, None) for step in steps]
     answers = pools[ranks_of(degrees)].run(f"{HERE}:again", degrees=degrees, folder=folder, bad=bad, steps=pairs)
-    assert len({repr([found for found, _ in answer]) for answer in answers}) == 1  # by text: NaN is not equal to itself
+    assert len({repr([found for found, _ in answer]) for answer in answers}) == 1  # as text: NaN is not equal to itself
     return answers[0]
 
 
@@ -88,7 +88,7 @@ def test_weights_and_updates_are_those_of_the_checkpoints_around_a_step(pools, t
 
 
 def differences(folder: Path, before: int, after: int) -> dict[str, tuple[float, float]]:
-    """Layer -> norms of weights and of what they have changed by, from two checkpoints."""
+    """Layer -> norms of weights and of their updates, from two checkpoints."""
     import torch.distributed.checkpoint as dcp
 
     states = []
@@ -122,7 +122,7 @@ def test_after_a_rollback_metrics_show_the_last_attempt_and_the_first_can_be_rep
 
 
 def test_a_replay_repeats_several_rollbacks_without_a_checkpoint_between_them(pools, tmp_path):
-    bad = {7: tiny_poison.OF_LOSS, 13: tiny_poison.OF_GRADIENT}  # the second is met at step 11, after the checkpoint of step 10
+    bad = {7: tiny_poison.OF_LOSS, 13: tiny_poison.OF_GRADIENT}  # the second is read at step 11, after the checkpoint of step 10
     run(pools, {}, tmp_path, "rollback", bad, steps=14)
     expected = {report[0]: report for report in reports(tmp_path)}
     for step in (5, 10):
@@ -136,7 +136,7 @@ def test_an_attempt_does_not_start_from_a_checkpoint_of_a_later_one(pools, tmp_p
     run(pools, {}, tmp_path / "run", "rollback", BAD)
     run(pools, {}, tmp_path / "first", "skip", BAD)
     path = tmp_path / "run" / INCIDENTS
-    path.write_text(path.read_text().replace('"found_at": 8', '"found_at": 11'))  # as if nobody had looked before
+    path.write_text(path.read_text().replace('"found_at": 8', '"found_at": 11'))  # as if the losses had not been read before
     ((found, _),) = replays(pools, {}, tmp_path / "run", BAD, (11, 1))
     assert found.start == "the checkpoint of step 5"
     assert numbers(found) == reports(tmp_path / "first")[10]
@@ -209,13 +209,13 @@ def rewrite(folder: Path, step: int, **numbers) -> None:
 
 
 def other_code(folder: Path, step: int) -> dict[str, dict[str, str]]:
-    """The code of a checkpoint as if one file had been edited since."""
+    """Changes the code in a checkpoint as if one file had been edited since."""
     code = manifest.read(folder / f"checkpoint/step-{step:08d}").numbers["model_source"]
     return code | {"tests.tiny_poison": {"hash": "of then", "text": "SCALE = 1\n"}}
 
 
 def warnings_of(source: Path) -> list[str]:
-    """What is logged when the weights of a checkpoint are opened for generation and for an export."""
+    """The warnings when the weights of a checkpoint are opened for generation and for an export."""
     logger, handler, messages = logging.getLogger("titanlite"), logging.Handler(), []
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)

@@ -60,7 +60,7 @@ def stored(folder: Path, step: int) -> dict[str, Tensor]:
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
+        warnings.simplefilter("ignore")  # the warning that this is one process
         dcp.load(tensors, checkpoint_id=path, no_dist=True)
     return tensors
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_another_seed_or_model_is_refused(pools, tmp_path):
 
 
 def mixed_run(degrees: Degrees, config: Config, data: Data) -> list[tuple[str, int]]:
-    """(source, sample) of all that this rank reads in a whole run."""
+    """(source, sample) of every sample that this rank reads in a whole run."""
     rows, real = [], Data.read
 
     def read(self: Data, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:

@@ -1,4 +1,4 @@
-"""Saves: one that fails costs nothing else, and writing beside training stores what was, not what has become of it since."""
+"""Saves: a failed one loses only itself, and an asynchronous one stores the state at its call, not a later one."""
 
 import os
 import platform
@@ -116,7 +116,7 @@ def test_a_full_disk_damages_no_checkpoint_and_the_next_save_succeeds_when_there
 
 
 def test_a_folder_that_not_all_ranks_share_is_refused_by_all_ranks(pools, tmp_path):
-    """As where job.dump_folder is on a disk of each machine's own."""
+    """As if job.dump_folder were on a local disk of each node."""
     shared, own = tmp_path / "shared", tmp_path / "own"
     assert pools[2].run(f"{HERE}:try_folder", folders=[shared, shared]) == ["", ""]
     assert list(shared.iterdir()) == []

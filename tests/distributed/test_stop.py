@@ -1,4 +1,4 @@
-"""Ranks that agree on stopping: at the same step, and without waiting for each other in the steps before."""
+"""Ranks agree on stopping at the same step, without waiting for each other in the steps before."""
 
 import datetime
 import signal
@@ -18,7 +18,7 @@ HERE = "tests.distributed.test_stop"
 
 
 def answers(requests: dict[int, tuple[int, int]], steps: int) -> list[str | None]:
-    """The answer after each step, up to the first reason to stop. requests: rank -> (step, signal that it gets in it)."""
+    """The answer after each step, up to the first reason to stop. requests: rank -> (step, signal in that step)."""
     asked = stop.Stop(0.0)
     answers: list[str | None] = []
     try:
@@ -53,7 +53,7 @@ def test_a_request_in_the_last_step_has_no_effect_and_leaves_no_pending_collecti
 
 
 def one_step_ahead(folder: Path) -> bool:
-    """Rank 1 comes to the first call when rank 0 has left it; whether it had come when rank 0 left the second."""
+    """Rank 1 enters the first call after rank 0 has left it; whether it had entered when rank 0 left the second."""
     asked, left, came = stop.Stop(0.0), folder / "left", folder / "came"
     dist.barrier()
     if dist.get_rank() == 1:
@@ -71,7 +71,7 @@ def test_a_rank_is_one_step_ahead_of_one_that_has_not_come_and_no_more(pools: di
 
 
 def patience() -> tuple[float, float]:
-    """Seconds of the stopping group and of one that is left out, when the default group's were 60."""
+    """Timeouts in seconds of the stopping group and of a group with its own, if the default group's was 60."""
     asked, own = stop.Stop(0.0), dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=11))
     set_timeout(7, but=own)
     set_by, left_out = (

@@ -1,4 +1,4 @@
-"""Validation: the same number at every round and on every mesh, and the training none the wiser."""
+"""Validation: the same loss in every round and on every mesh, without effect on training."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def run(pools: dict[int, Pool], degrees: dict[str, int], folder: Path, **section
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# The data has 156 samples of this length: 19 batches of 8, and 4 samples in the last, which not all ranks share in.
+# The data has 156 samples of this length: 19 batches of 8, and 4 samples in the last, in which not all ranks have a part.
 ALL = {"enable": True, "freq": 2, "steps": -1}
 
 
@@ -58,7 +58,7 @@ def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tm
 
 
 def patience_of_run(folder: Path) -> list[int | str]:
-    """Each timeout that a run of 4 steps sets, and "validation" for each pass."""
+    """The timeouts that a run of 4 steps sets, in order, with "validation" for each pass."""
     config = config_of({}, job={"dump_folder": str(folder)}, training={"steps": 4, "seq_len": 128}, validation=ALL)
     config = replaced(config, comm={"init_timeout_seconds": 99, "train_timeout_seconds": 9})
     events: list[int | str] = []
@@ -104,7 +104,7 @@ def test_every_round_reads_the_same_samples(pools, tmp_path):
 
 
 def measured_and_expected(steps: int) -> tuple[dict[str, float], float]:
-    """(what validation says, mean cross entropy of the same samples by PyTorch's own function)."""
+    """(validation loss, mean cross entropy of the same samples by PyTorch's own function)."""
     config = config_of({}, validation={"enable": True, "steps": steps})
     data, length, ids = learnable_data(config), config.training.seq_len, learnable_ids(512)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh_of({}), CPU)
@@ -131,7 +131,7 @@ def test_validation_ends_with_the_data():
 
 
 def of_sources(degrees: dict[str, int], steps: int) -> list[dict[str, float]]:
-    """What validation says of two sources together, and of each alone."""
+    """The validation losses of two sources together, and of each alone."""
     config = config_of(degrees, validation={"enable": True, "steps": steps})
     ids = learnable_ids(512)
     files = [data_of([part], config, 512, bytes_a_token=size).sources[0] for part, size in ((ids[:7000], 3), (ids[7000:], 3))]
