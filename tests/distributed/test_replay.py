@@ -122,7 +122,7 @@ def test_after_a_rollback_metrics_show_the_last_attempt_and_the_first_can_be_rep
 
 
 def test_a_replay_repeats_several_rollbacks_without_a_checkpoint_between_them(pools, tmp_path):
-    bad = {7: tiny_poison.OF_LOSS, 13: tiny_poison.OF_GRADIENT}  # the second is read at step 11, after the checkpoint of step 10
+    bad = {7: tiny_poison.OF_LOSS, 13: tiny_poison.OF_GRADIENT}  # the second: at step 11, after the checkpoint of step 10
     run(pools, {}, tmp_path, "rollback", bad, steps=14)
     expected = {report[0]: report for report in reports(tmp_path)}
     for step in (5, 10):

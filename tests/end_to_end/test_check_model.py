@@ -1,4 +1,4 @@
-"""titanlite check-model: a sound model passes every check, and of a broken fork the table names what is broken."""
+"""titanlite check-model: a correct model passes every check, and the table names what is broken in a fork."""
 
 import dataclasses
 import re
@@ -46,7 +46,7 @@ TRAINING = [row for row in ROWS[ROWS.index(TRAINED) :] if row not in {*EVERY_MES
 
 
 def call(called: str, arguments: tuple) -> object:
-    """On a rank of a pool: a function that the command would start ranks for. An error is handed back as the command has it."""
+    """On a rank of a pool: a function for which the command would start ranks. An error is returned as in the command."""
     torch._dynamo.reset()
     try:
         return (getattr(small_runs, called, None) or getattr(whole_runs, called))(torch.device("cpu"), *arguments)
@@ -56,7 +56,7 @@ def call(called: str, arguments: tuple) -> object:
 
 @pytest.fixture
 def pooled(pools: dict[int, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are there already in place of new ones."""
+    """Ranks of a pool instead of new ones."""
 
     def on_ranks(count, function, *arguments, **_options):
         answers = pools[count].run(f"{__name__}:call", called=function.__name__, arguments=arguments)
@@ -68,7 +68,7 @@ def pooled(pools: dict[int, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(name: str, *selected: str) -> dict[str, Row]:
-    """These rows of a fork, or all, and the rows that they need, if these do not pass."""
+    """These rows of a fork, or all, and the rows on which they depend, if these fail."""
     rows = {row.name: row for row in rows_of(name, load_module(name), ["plain"], "plain", selected=selected)}
     for row in rows.values():
         print(row)
@@ -167,13 +167,13 @@ def test_wrong_flops_are_reported_with_the_function_and_the_counted_flops():
     text = rows["FLOPs"].texts[0]
     assert line_of("wrong_flops", "def flops(config: Config, seq_len: int) -> Flops:") in text
     said, counted = (int(number.replace(",", "")) for number in re.findall(r"(?:says|counts) ([\d,]+\d)", text))
-    assert counted - said == 6 * 2 * 64 * 96  # what the fork has left out: layers, dim, ffn_dim
+    assert counted - said == 6 * 2 * 64 * 96  # what the fork omits: layers, dim, ffn_dim
 
 
 def test_flops_that_a_head_adds_only_to_the_loss_are_counted():
     (text,) = table("tests.forks.two_predictions", FLOPS)[FLOPS].texts
     said, counted, of_head = (int(n.replace(",", "")) for n in re.findall(r"(?:says|counts|head) ([\d,]+\d)", text))
-    added = 6 * (64 * 64 + 64 * 512)  # a matrix, and the logits once more
+    added = 6 * (64 * 64 + 64 * 512)  # a matrix, and a second set of logits
     assert counted - said == added and of_head == added + 6 * 64 * 512
 
 
@@ -233,7 +233,7 @@ def test_three_ranks_are_refused_if_a_family_declares_at_most_two(monkeypatch):
 
 def test_a_recompilation_is_reported_with_its_cause(pooled):
     rows = table("tests.forks.recompiling", GENERATE, COMPILED, "shard 2")
-    # a model that counts its passes gives two of them different results, and a mesh makes more of them for a step
+    # a model that counts its passes gives two of them different results, and a mesh runs more of them in a step
     assert list(failed(rows)) == [GENERATE, COMPILED, "shard 2"]
     assert any("self.phase == 'step " in text and "recompiling.py:" in text for text in rows["compile"].texts)
 

@@ -1,4 +1,4 @@
-"""check-model's rows of whole runs: what a resume, a validation or a save in the background changes is named."""
+"""check-model's rows of whole runs name what a resume, a validation or an asynchronous save changes."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""titanlite check-model: rounding is no fault, however much of a gradient it is, and no fault passes for rounding."""
+"""titanlite check-model: rounding is never a fault, however large relative to a gradient, and no fault passes as rounding."""
 
 import re
 import warnings
@@ -53,7 +53,7 @@ def test_a_fault_of_one_percent_of_any_gradient_fails_where_gradients_cancel(poo
         found = compare(wrong, alone)
         if found.undecided:
             found = settle(wrong, alone, {**wide_split, name: wide_split[name] * 1.01}, wide_alone)
-        if name == "factor.weight":  # its gradient is zero but for rounding, and so is 1% of it
+        if name == "factor.weight":  # its gradient is only rounding, and so is 1% of it
             continue
         assert not found.equal and not found.undecided, name
         assert name in [difference.where for difference in found.excessive]

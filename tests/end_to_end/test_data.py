@@ -1,4 +1,4 @@
-"""The data path as a user meets it: text to token files, two sources, chats, workers, and data that change under a run."""
+"""The data path of a user: text to token files, two sources, chats, workers, and data that change during a run."""
 
 import json
 import re
@@ -58,7 +58,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Text, chats, a tokenizer with a chat template, and token files made by the command."""
+    """Text, chats, a tokenizer with a chat template, and token files that the command wrote."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "assets").mkdir()
     texts = [f"item {number} of {number % 7}: " + "some words and more " * (number % 11) for number in range(300)]

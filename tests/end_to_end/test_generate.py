@@ -1,4 +1,4 @@
-"""Text from checkpoints: every family writes what transformers writes, on any mesh, by the command and while it is trained."""
+"""Text from checkpoints: every family generates the text of transformers, on any mesh, by the command and during training."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
 
 
 def restless_models(name: str, flavor: str) -> tuple[nn.Module, nn.Module]:
-    """Both models with layers so loud that they do not repeat the last token, as tied embeddings would have it."""
+    """Both models with layers so large that they do not repeat the last token, as models with tied embeddings would."""
     ours, theirs = both_models(name, flavor)
     with torch.no_grad():
         for key, parameter in ours.named_parameters():
@@ -29,7 +29,7 @@ def restless_models(name: str, flavor: str) -> tuple[nn.Module, nn.Module]:
             elif key.endswith("post_norm.weight"):
                 parameter += 10
             elif key.endswith("experts.w1") and "gpt_oss" in name:
-                parameter *= 4  # a gate near 0 lets little through
+                parameter *= 4  # a gate near 0 passes little
     give(dict(ours.named_parameters()), importlib.import_module(name), theirs)
     return ours, theirs
 

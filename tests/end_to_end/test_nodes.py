@@ -1,4 +1,4 @@
-"""Nodes that would not train the same run, and machines without a network, end within seconds with one message."""
+"""Nodes that would train different runs, and machines without a network, end within seconds with one message."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def test_launchers_with_another_configuration_and_other_code_end_on_all_nodes(fo
     ids=["another seed", "another path to the same folder"],
 )
 def test_ranks_that_torchrun_starts_are_compared_too(folder, words, code):
-    """Each node has its own store in torchrun; here rank 0 serves it, as where a scheduler sets the variables of ranks."""
+    """With torchrun each node has its own store; here rank 0 serves it, as if a scheduler sets the variables of ranks."""
     same = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     same |= {"MASTER_PORT": str(free_port()), "RDZV_ENDPOINT": "localhost:1"}  # all on this machine
     nodes = [

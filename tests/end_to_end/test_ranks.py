@@ -1,4 +1,4 @@
-"""Ranks of a tool: their result, their faults, and that they end with the command whatever ends it."""
+"""Ranks of a tool: their result, their errors, and that they end with the command in every case."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""titanlite replay: a step of a run again, on the same ranks bit for bit, and without touching the run."""
+"""titanlite replay: repeats a step of a run, on the same ranks bit for bit, without changing the run."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
 @pytest.mark.parametrize(("step", "start"), [(2, "the initial weights"), (5, "the checkpoint of step 3")])
 def test_a_replayed_step_equals_the_run_bit_for_bit_while_the_run_continues_undisturbed(alone, step, start):
     before = contents(alone)
-    held = RunLock(alone / "out")  # as a run that is going on has it
+    held = RunLock(alone / "out")  # as in a running run
     ended = replay(alone, "out", "--step", str(step))
     held.close()
     assert ended.code == 0, ended.err

@@ -1,4 +1,4 @@
-"""run_train.sh as a user runs it: what it prints, writes and leaves behind, how it ends, and a model of the user's own."""
+"""run_train.sh as a user runs it: what it prints, writes and leaves, how it ends, and a model of the user's own."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.optim.lr_schedule import build_schedule
 
-# Llama 3 with a layer norm in place of one RMSNorm, and with a size of its own.
+# Llama 3 with a layer norm instead of one RMSNorm, and its own size.
 OWN_MODEL = """
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ def initial(config):
     return {"*norm.bias": Constant(0.0), **llama3.initial(config)}
 """
 
-SLOWLY = {"STEP_SECONDS": "0.05"}  # for a run that goes on until it is ended: it does not keep the machine busy
+SLOWLY = {"STEP_SECONDS": "0.05"}  # for a run that trains until it is ended, without keeping the machine busy
 
 RUN = """
 [job]
@@ -94,7 +94,7 @@ def reports(folder: Path) -> list[dict[str, float]]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """All files of a run but for its locks, which every start takes."""
+    """All files of a run except its locks, which every start takes."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
@@ -109,7 +109,7 @@ def when_training(started: Launch, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, Ended]:
-    """The folder that a run of three steps was started in, and what the run left behind."""
+    """The folder in which a run of three steps was started, and its outcome."""
     folder = working_folder(tmp_path_factory.mktemp("finished"))
     with tempfile.TemporaryDirectory() as temporary:
         ended = run("run.toml", "--job.print_config", "true", folder=folder, TMPDIR=temporary)
@@ -177,7 +177,7 @@ def test_the_metrics_are_complete_and_unrounded(finished):
         for key in ("loss", "grad_norm", "tokens_per_second"):
             assert line[key] > 0 and line[key] != round(line[key], 3), key
         assert 0 <= line["data_wait_fraction"] <= 1
-    assert lines[0]["loss"] == pytest.approx(8.3, abs=0.2)  # ln 4096: nothing is known yet
+    assert lines[0]["loss"] == pytest.approx(8.3, abs=0.2)  # ln 4096: a uniform guess
     assert lines[2]["loss"] < lines[0]["loss"]
 
 
@@ -229,7 +229,7 @@ def test_paths_are_relative_to_the_working_folder_and_the_script_may_be_a_link(t
     (tmp_path / "recipes/mine.toml").write_text('base = "common.toml"\n[training]\nsteps = 1\n')
     (tmp_path / "here").mkdir()
     folder = working_folder(tmp_path / "here")
-    (folder / "models").mkdir()  # the zoo has this name too
+    (folder / "models").mkdir()  # titanlite's models/ has this name too
     (folder / "models/__init__.py").write_text("")
     (folder / "link.sh").symlink_to(ROOT / "run_train.sh")
     words = ["../recipes/mine.toml", "--checkpoint.enable=false"]
@@ -260,7 +260,7 @@ def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_no_library_out
 
 @pytest.fixture
 def training(tmp_path):
-    """A run on two ranks that would go on for long, and its working folder."""
+    """A run on two ranks that would train for long, and its working folder."""
     folder = working_folder(tmp_path)
     started = launch("run.toml", "--training.steps", "1000000", folder=folder, NGPU="2", **SLOWLY)
     try:

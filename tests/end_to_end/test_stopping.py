@@ -1,6 +1,6 @@
-"""Runs that are stopped, that are started again, and whose ranks fail or hang in the middle of a step.
+"""Runs that are stopped and restarted, and whose ranks fail or hang within a step.
 
-Nothing done is lost, the exit code says what to do, what is reported names the culprit, and no process is left.
+No work is lost, the exit code says what to do, reports name the culprit, and no process is left.
 """
 
 import os
@@ -20,7 +20,7 @@ ENDLESS = ("--training.steps", "1000000")
 STAGES = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=1", "--training.global_batch_size=3")
 
 # Added to the model: what its third forward pass does on each rank, in the first start of a run, by WAY_<rank> in the
-# environment. That is the third step of shards, and the third microbatch of stages.
+# environment. It is in the third step of shards, or the third microbatch of stages.
 FAILING = """
 
 def wait_for_the_end_of(pid):
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def failing(folder) -> Path:
-    """The working folder with that added to its model; the pid of the rank that does it first is in the file "marker"."""
+    """The working folder with that added to its model; the file "marker" has the pid of the first rank that does it."""
     with open(folder / "own/model.py", "a") as file:
         file.write(FAILING)
     return folder
@@ -98,7 +98,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def assert_stopped(ended: Ended, folder: Path, reason: str) -> int:
-    """That a run has stopped as one that is to be started again; -> the step it has come to."""
+    """Asserts that a run has stopped with the code for a restart; -> its last step."""
     assert (ended.code, ended.left) == (75, []), ended.err
     assert "Traceback" not in ended.err and "the run is over" not in ended.err
     found = re.search(rf"stopping after step (\d+): {reason}", ended.err)
@@ -170,7 +170,7 @@ def test_a_second_signal_ends_a_run_at_once(failing):
 
 @pytest.mark.slow
 def test_a_broken_connection_raises_an_exception_and_does_not_abort_the_rank(failing):
-    """gloo writes to sockets as this does; by SIGPIPE, the death of a rank would be that of its neighbors."""
+    """gloo writes to sockets like this; with SIGPIPE, the death of a rank would kill its neighbors."""
     ended = run("run.toml", folder=failing, NGPU="2", WAY_1="breaks a pipe")
     assert (ended.code, ended.left) == (0, []), ended.err
     assert (failing / "broken").exists() and steps(failing) == [1, 2, 3]
@@ -224,7 +224,7 @@ def test_a_rank_killed_within_a_step_is_the_one_that_is_named(failing, killed, w
     assert (ended.code, ended.left) == (137, []), ended.err
     assert f"rank {killed} (process {pid}) was ended by SIGKILL, as when memory runs out; the run is over" in ended.err
     assert ended.err.count("the run is over") == 1
-    reported = [line["step"] for line in read_reports(failing / "out/metrics.jsonl")]  # the first report makes the file
+    reported = [line["step"] for line in read_reports(failing / "out/metrics.jsonl")]  # the first report creates the file
     assert reported == ([] if words else [1, 2])
     assert not (failing / f"out/stacks/rank-{killed}.txt").exists()  # it could write nothing
 
@@ -238,14 +238,14 @@ def test_a_hung_rank_ends_the_run_after_the_timeout_and_leaves_its_stack(failing
     assert "Traceback" not in ended.err
     stuck, hung = [(failing / f"out/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
     assert "rank 0, step 3, forward and backward" in stuck and "Timed out waiting 6000ms" in stuck
-    assert "in all_gather_" in stuck  # one name in PyTorch 2.11, another in 2.13
+    assert "in all_gather_" in stuck  # the name differs between PyTorch 2.11 and 2.13
     assert "rank 1 (process " in hung and "ended because rank 0 (process " in hung
     assert f'own/model.py", line {line_of(failing, "# the culprit")} in forward' in hung
 
 
 @pytest.mark.slow
 def test_a_hung_stage_ends_the_run_after_the_timeout_of_the_next_stage(failing):
-    """gloo waits for a message as long as the timeout was when the group was made."""
+    """gloo waits for a message for the timeout at the creation of the group."""
     words = ("--training.global_batch_size", "2", "--comm.init_timeout_seconds", "45")
     ended = run_failing(failing, *STAGES[:2], *words, WAY_0="hangs")
     assert (ended.code, ended.left) == (1, []), ended.err

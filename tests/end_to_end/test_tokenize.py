@@ -1,4 +1,4 @@
-"""`titanlite tokenize` as a user runs it: what it prints, and what is left when it is killed at any instant."""
+"""`titanlite tokenize` as a user runs it: what it prints, and what remains when it is killed at any instant."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from titanlite.data.prepare.documents import stdlib_files
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """A folder with a tokenizer, and some MB of text: a second of work or two, in several units."""
+    """A folder with a tokenizer, and some MB of text: one or two seconds of work, in several units."""
     folder = tmp_path_factory.mktemp("text")
     files = [file.read_text() for file in stdlib_files()[:150]]
     (folder / "assets").mkdir()
@@ -47,7 +47,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _workers(started: Launch) -> list[int]:
-    """Its processes that tokenize."""
+    """The command's processes that tokenize."""
     found = []
     for pid in started.pids():
         try:
@@ -106,7 +106,7 @@ def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_s
     for attempt in range(6):
         process = _tokenize(text, tmp_path / "out", *options, "--workers", str(1 + attempt % 3))
         until((tmp_path / "out.unfinished").exists, lambda process=process: process.process.poll() is None)
-        time.sleep(random.uniform(0, 0.5) if attempt else 0)  # the first one has all its work before it
+        time.sleep(random.uniform(0, 0.5) if attempt else 0)  # the first attempt is not delayed
         os.killpg(process.process.pid, signal.SIGKILL)
         kills += finish(process).code == 128 + signal.SIGKILL
         if (tmp_path / "out").exists():
@@ -154,7 +154,7 @@ def test_a_killed_worker_ends_the_command_which_says_how_to_continue(text, tmp_p
 
 _INSTANTS = {
     "planned": lambda process, out: (out.with_name("out.unfinished") / "plan.json").exists(),
-    "workers": lambda process, out: _workers(process),  # a command with one has none: it is its own
+    "workers": lambda process, out: _workers(process),  # with --workers 1 the command has no worker process
     "a unit": lambda process, out: _units(out),
 }
 

@@ -1,4 +1,4 @@
-"""titanlite verify: a sound model is equal on every mesh, and of a wrong one the parameter is named."""
+"""titanlite verify: a correct model is equal on every mesh, and the wrong parameter of another is named."""
 
 import re
 from pathlib import Path
