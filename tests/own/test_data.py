@@ -1,4 +1,4 @@
-"""Data of the user's own: a map and a stream on meshes, mixed, resumed, rolled back; what is wrong is one message."""
+"""Data of the user's own: a map and a stream on meshes, mixed, resumed, rolled back; each fault is one message."""
 
 import json
 import logging
@@ -279,7 +279,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dataset, workers, tmp_path, grou
         for steps in lengths:
             dataloader = {"workers": workers if folder == "parts" else 0}
             full_run(ONE, run_config(ONE, tmp_path / folder, steps, training={"dataset": dataset}, dataloader=dataloader), mesh)
-            if (folder, steps) == ("parts", 8):  # so that it resumes from one that was saved while the next batch was read
+            if (folder, steps) == ("parts", 8):  # resumes from a checkpoint saved while the next batch was read
                 shutil.rmtree(tmp_path / "parts/checkpoint/step-00000008")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)

@@ -9,7 +9,7 @@ from tests.end_to_end.launcher import run
 from tests.end_to_end.test_run_train import reports, working_folder
 
 PARTS = Path(__file__).with_name("parts.py")
-# A rank is killed at its 15th row, or 7th state, once a run.
+# A rank is killed at its 15th row, or 7th state, once per run.
 KILLING = """
 
 class Killed(KIND):

@@ -57,7 +57,7 @@ def test_steps_may_follow_a_decay_that_does_not_end_at_zero():
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
-# The user's module, the part, its options, and what the one message says.
+# The user's module, the part, its options, and the message.
 WRONG = {
     "raises at one step": (
         "def f(step, start, end):\n    return 1.0 if step < 50 else 1 / 0\n",

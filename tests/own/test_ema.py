@@ -25,11 +25,11 @@ from titanlite.registry.family import load_family
 from titanlite.tools.open_model import open_model
 from titanlite.transforms.meta import on_meta
 
-DECAY = 0.8  # which the third update reaches
+DECAY = 0.8  # reached at the third update
 
 
 def share(updates: float) -> float:
-    """Of the newest weights in the average, after so many updates."""
+    """The share of the newest weights in the average, after this many updates."""
     return max(1 - DECAY, 9 / (10 + updates))
 
 
@@ -40,9 +40,9 @@ def averaged(pools, degrees: Degrees, folder: Path, steps: int, **sections: Any)
 
 
 def assert_closed_form(folder: Path, first: int, last: int, begun: int = 0) -> dict[str, Tensor]:
-    """Each checkpoint's average is that of the one before, moved towards the weights; returns the last tensors.
+    """Asserts that each checkpoint's average is the previous one, moved towards the weights; returns the last tensors.
 
-    begun: the step after which the average began.
+    begun: the step after which the average started.
     """
     before = stored(folder, first)
     for step in range(first + 1, last + 1):
@@ -150,11 +150,11 @@ def test_validation_measures_the_average_and_does_not_change_training(pools, tmp
     for key in ("loss", "grad_norm", "validation_loss"):
         assert [report.get(key) for report in found] == [report.get(key) for report in plain]
     last = found[-1]
-    assert last["validation_loss_ema"] - last["validation_loss"] > 1e-3  # it lags behind
+    assert last["validation_loss_ema"] - last["validation_loss"] > 1e-3  # the average lags behind
     assert "validation_loss_ema" not in plain[-1]
     # the loss of a model whose weights are the average
     source = tmp_path / "with/checkpoint/step-00000004"
-    of_the_run = manifest.read(source).numbers["data"]["tokenizer"]  # of tokens that no tokenizer has made
+    of_the_run = manifest.read(source).numbers["data"]["tokenizer"]  # the tokens come from no tokenizer
     monkeypatch.setattr(exporting, "tokenizer_digest", lambda _: of_the_run)
     exporting.export(source, tmp_path / "hf", named="tests.tiny", average=True)
     run(pools, ONE, tmp_path / "of it", 1, validation=validation, optimizer={"lr": 1e-20, "weight_decay": 0.0},

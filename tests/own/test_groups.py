@@ -1,4 +1,4 @@
-"""[[optimizer.groups]]: the rates and decays of parameters, and frozen ones, without gradient and state on any mesh."""
+"""[[optimizer.groups]]: rates and decays of parameters, and frozen parameters without gradient and state, on any mesh."""
 
 import math
 from typing import Any
@@ -60,7 +60,7 @@ def test_each_parameter_has_the_rate_and_decay_of_the_first_entry_that_matches()
 
 @pytest.mark.parametrize("keys", [{"name": "AdamW"}, {"name": "Muon", "implementation": "for-loop"}], ids=str)
 def test_a_step_with_factors_is_that_of_an_optimizer_with_these_rates(keys, group_of_one):
-    """Every parameter's step equals that of a run in which all have its rate and decay."""
+    """Every parameter's step equals that of a run in which all parameters have its rate and decay."""
 
     def after(groups: list[dict[str, Any]], lr: float, decay: float) -> dict[str, torch.Tensor]:
         config = config_of(ONE, optimizer={"groups": groups, "weight_decay": decay, **keys})

@@ -12,7 +12,7 @@ from titanlite.loop.loss import faults
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
 
-# The function's body, its options, and what the one message says beside key and file.
+# The function's body, its options, and the message besides key and file.
 WRONG = {
     "of the chunk": ("(logits.logsumexp(-1)).mean()", {}, "returns a tensor of shape () for 3 tokens"),
     "no tensor": ("0.5", {}, "returns 0.5 for 3 tokens"),

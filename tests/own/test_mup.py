@@ -1,4 +1,4 @@
-"""A family's factors on rates and initial weights, and muP, which is such factors: models/mup.py."""
+"""A family's factors on rates and initial weights, and muP, which consists of such factors: models/mup.py."""
 
 import re
 from types import SimpleNamespace
@@ -91,7 +91,7 @@ def test_without_a_base_width_and_at_the_base_width_nothing_changes():
 
 
 def test_the_export_needs_no_multiplier():
-    """A model with muP is the same function of its weights as one without, so config.json lacks nothing."""
+    """A model with muP is the same function of its weights as one without, so config.json needs no new key."""
     family, wide = load_family("llama3", "debug", overrides=DENSE), {**DENSE, "mup_base_dim": "none"}
     assert name_faults(family) == []
     standard = load_family("llama3", "debug", overrides=wide)

@@ -33,7 +33,7 @@ def state(value: str) -> str:
     return HEAD + MOVE + f"                self.state[p]['kept'] = {value}\n"
 
 
-# The module, the options, and what the one message says beside the class with its file and line.
+# The module, the options, and the message besides the class with its file and line.
 WRONG = {
     "raises at once": (HEAD.replace("super()", "1 / 0; super()") + MOVE, {}, "fails at MODULE, line 4: ZeroDivisionError"),
     "raises in its step": (HEAD + "                raise OSError('no')\n", {}, "fails at MODULE, line 9: OSError('no')"),

@@ -1,4 +1,4 @@
-"""metrics.extra and hooks.modules: on every mesh, what is refused, and the code as part of a run."""
+"""metrics.extra and hooks.modules: their effect on every mesh, what is refused, and the code as part of a run."""
 
 import importlib
 import sys
@@ -29,7 +29,7 @@ def with_own_code(metrics: dict[str, Any] | None = None, hooks: list[str] | None
 
 
 def watched_run(degrees: Degrees, folder: Path) -> list[str]:
-    """What the hooks of a run were called for, on each rank."""
+    """The calls of a run's hooks, on each rank."""
     config = run_config(
         degrees,
         folder,
@@ -63,7 +63,7 @@ def test_metrics_and_hooks_work_on_every_mesh(pools, tmp_path):
             ]:
                 assert report[key] == pytest.approx(expected[key], rel=1e-5), (name, key)
     assert "extra/mean_square/layers.1.ffn.w2.weight" in found["one"][0]
-    assert "extra/logit_entropy" not in found["stages"][0]  # no stage can run alone
+    assert "extra/logit_entropy" not in found["stages"][0]  # no stage can run on its own
     assert 1 < found["one"][0]["extra/logit_entropy"] < 6.24  # log 512
 
 
@@ -78,7 +78,7 @@ def test_a_run_with_metrics_trains_as_one_without(pools, tmp_path):
 
 
 def followed(config: Config) -> list[str]:
-    """What hooks are called for by `verify` and `replay`."""
+    """The hook calls by `verify` and `replay`."""
     trajectory({}, config)
     return watching.CALLS
 
