@@ -1,1 +1,1 @@
-"""What is measured, and how; results/ holds figures with commit, hardware, precision and command."""
+"""What is measured, and how; results/ has the measurements with commit, hardware, precision and command."""

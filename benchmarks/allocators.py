@@ -1,7 +1,7 @@
-"""The memory allocator of a whole run, the same for every contestant. run_train.sh sets "keep" on CPUs, "expandable" on GPUs.
+"""The memory allocator of a run, the same for every contestant. run_train.sh sets "keep" on CPUs, "expandable" on GPUs.
 
-On a CPU glibc returns large blocks to the kernel when they are freed. For each new block, the kernel clears and maps every page
-at its first touch: at every step, for every large temporary. "keep" and "tcmalloc" keep freed blocks.
+On a CPU, glibc returns large blocks to the kernel when they are freed. The kernel clears and maps every page of a new block at
+its first touch: at every step, for every large temporary. "keep" and "tcmalloc" keep freed blocks.
 """
 
 import glob
@@ -14,7 +14,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
         "MALLOC_TOP_PAD_": str(2**26),
     },
-    # PyTorch's on GPUs: blocks of any size consist of pages, so that memory freed by other sizes can be used again
+    # PyTorch's on GPUs: blocks of any size consist of pages, so that memory freed from blocks of other sizes can be reused
     "expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     "tcmalloc": {"LD_PRELOAD": "libtcmalloc_minimal.so.4"},
 }

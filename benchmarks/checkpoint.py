@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(dim: int, layers: int, rounds: int, folder: Path, device: torch.device) -> dict[str, str]:
-    """name -> figure, with its unit."""
+    """name -> result, with its unit."""
     config = Config.model_validate({"training": {"mixed_precision_param": "bfloat16" if device.type == "cuda" else "float32"}})
     sizes = llama3.Config(dim, layers, dim // 64, dim // 128, 64, 4 * dim, vocab_size=32_768)
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.costs outputs/RUN/profile_traces/step-00000010/rank-0.json.gz [--rows 15]
 
-On a CPU it shows the self time of each operation, on a GPU the time of each kernel, of each kind of kernels, and the time
-without any. An operation that runs on several threads counts once, on the thread that called it.
+On a CPU it shows the self time of each operation; on a GPU the time of each kernel and each kind of kernel, and the idle time.
+An operation that runs on several threads counts once, on the thread that called it.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-# The kind of a GPU's kernel by its name, first match. Inductor names a kernel after all operations in it: triton_poi, _red and
-# _per are fused elementwise operations and reductions, triton_tem a product or FlexAttention.
+# The kind of a GPU kernel by its name; the first match counts. Inductor names a kernel after all operations in it: triton_poi,
+# _red and _per are fused elementwise operations and reductions, triton_tem a matmul or FlexAttention.
 _KINDS = {
     "collectives": re.compile(r"nccl"),
     "elementwise and reductions": re.compile(r"triton_(poi|red|per)_"),
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def own_times(events: list[dict[str, Any]]) -> tuple[Counter[str], Counter[str]]:
-    """(microseconds of self time, calls) by name, of the complete events of one thread."""
+    """(microseconds of self time, calls) by name, of one thread's complete events."""
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     open_events: list[tuple[str, float]] = []  # name, end
@@ -60,9 +60,10 @@ def costs(trace: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
 
 
 def kinds(trace: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of a GPU's kernels by kind, and "idle": those between the first and the last without any.
+    """Microseconds of GPU kernels by kind, and "idle": those between the first and the last kernel without any.
 
-    Empty for a trace without kernels. Kernels that run at the same time are counted each, and idle is the time without all.
+    Empty for a trace without kernels. Kernels that run at the same time are counted separately; idle is the time in which none
+    runs.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     kernels = sorted((event for event in events if event.get("cat") in _ON_GPU), key=lambda event: event["ts"])

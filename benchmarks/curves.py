@@ -20,7 +20,7 @@ _BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 _FLOAT16 = {
     "training.mixed_precision_param": "float16",
     "model.name": "benchmarks.float16_products",
-    "model.attention": "math",  # the kernel that consists of matmuls
+    "model.attention": "math",  # the kernel made of matmuls
 }
 _NARROW = _BFLOAT16 | {"training.dtype": "bfloat16"}
 _FLOAT8 = _BFLOAT16 | {"float8.enable": "true", "float8.emulate": "true"}
@@ -48,7 +48,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def train(name: str, steps: int, folder: Path) -> list[float]:
-    """The losses of one run, which starts unless it is complete. If the run fails, this process exits with its code."""
+    """The losses of one run, which is started unless it is complete. If it fails, this process exits with its code."""
     if len(losses(folder)) != steps:
         common = {
             "job.dump_folder": str(folder),
@@ -87,7 +87,7 @@ def section(result: dict[str, Any], picture: str, source: str) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Two panels: all curves, smoothed; and the difference from the reference for those that differ only in precision."""
+    """Two panels: all curves, smoothed; and the difference from the reference for runs that differ only in precision."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,7 +102,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         line = {"color": pyplot.get_cmap("tab20")(number), "linewidth": 1}
         whole.plot(smooth(curve), label=name, **line)
         difference = [mine - theirs for mine, theirs in zip(curve, curves[REFERENCE], strict=True)]
-        if name.startswith("AdamW"):  # the others differ in more than precision
+        if name.startswith("AdamW"):  # other runs differ in more than precision
             apart.plot(smooth(difference), **line)
     whole.set(xlabel="step", ylabel="loss, mean of 20 steps")
     apart.set(xlabel="step", ylabel=f"less {REFERENCE}")
@@ -140,4 +140,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(130)  # the run has reported it
+        sys.exit(130)  # the run has reported its failure

@@ -5,9 +5,9 @@ a round.
     reading     batches for the training loop without workers, compared with a bare loop that copies the same rows of the mapped
                 file into an int64 array; and the tokens per second of two workers
     recipes     the consumption of the debug recipe's model on this machine, and that of llama_1b, the fastest of the others, on
-                an H100 that only multiplies
+                an H100 that only computes matmuls
     tokenize    `titanlite tokenize` with one process per core, compared with the tokenizer's own encode_batch on the same text
-    a trillion  opening a set of 10^12 tokens and seeking to step 1,000,000
+    a trillion  opening a dataset of 10^12 tokens and seeking to step 1,000,000
 """
 
 import argparse
@@ -83,7 +83,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
             training = {"seq_len": length, "local_batch_size": share, "global_batch_size": share, **variant}
             plain, two = (Config.model_validate({"training": training, "dataloader": {"workers": n}}) for n in (0, 2))
             data = mix_of([opened(file)], plain)
-            steps = 2 * max(1, 4096 // share)  # twice the number located at once
+            steps = 2 * max(1, 4096 // share)  # twice the number that is located at once
             plan = StepDataset(plain, data, (0, 1))
             rows = [np.minimum(plan.located(step)[1], file.tokens // length - 2).tolist() for step in range(steps)]
 
@@ -95,7 +95,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
 
             def ours(config: Config, data=data, steps=steps, share=share) -> float:
                 source = Batches(StepDataset(config, data, (0, 1)))
-                for _ in range(config.dataloader.workers * 4):  # until they have started
+                for _ in range(config.dataloader.workers * 4):  # until all workers have started
                     next(source)
                 begin = time.perf_counter()
                 for _ in range(steps):
@@ -177,7 +177,7 @@ def a_trillion(folder: Path) -> None:
     sparse_set.write(folder / "set")
     open_tokenizer("").tokenizer.save(str(folder / "assets" / "tokenizer.json"))
     for mask in (False, True):
-        # in a new process, so that its memory is that of a rank, without this benchmark
+        # in a new process, so that its memory is that of a rank without this benchmark
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(sparse_set.measure, (folder / "set", str(folder / "assets"), mask))
         print(

@@ -1,10 +1,11 @@
-"""What expert parallelism sends for a token and MoE layer in a step: `python -m benchmarks.exchange`.
+"""What expert parallelism sends per token and MoE layer in a step: `python -m benchmarks.exchange`.
 
-Before (until commit 5949028) each of a token's experts got a message; now each rank that has experts for it does. These are
-averages over tokens that choose evenly, by `titanlite/plan/experts.py`, in bfloat16; what stays on a token's rank counts.
+Before (until commit 5949028) a token was sent to each of its experts; now it is sent to each rank that has experts for it. The
+results are averages over evenly routed tokens, by `titanlite/plan/experts.py`, in bfloat16; what stays on a token's rank
+counts.
 
-The second table is what goes between nodes and inside of them, without what stays on a rank: now, and if a token went once to
-each node and from there to its ranks, which is not built (benchmarks/NOTES.md).
+The second table is the traffic between nodes and inside of them, without what stays on a rank: now, and if a token were sent
+once to each node and from there to its ranks, which is not implemented (benchmarks/NOTES.md).
 """
 
 import argparse
@@ -18,19 +19,19 @@ CASES = {
     "deepseek_v3:671b": (deepseek_v3.FLAVORS["671b"], 64),
 }
 TOKENS = 4096
-# dispatch and combination, their gradients, and what is sent again where blocks are recomputed
-# the groups of experts to which a token goes, and all; with as many nodes
+# model, ranks, the nodes to which a token may be sent, nodes
 NODES = (
     ("qwen3_moe:30b-a3b", 8, 2, 2),
     ("qwen3_moe:30b-a3b", 16, 2, 2),
     ("deepseek_v3:671b", 64, 8, 8),
     ("deepseek_v3:671b", 64, 4, 8),
 )
+# (before, now): dispatch and combination, their gradients, and what recomputed blocks send again
 ALL_TO_ALLS = {"no recomputation": (4, 4), "full": (6, 5)}
 
 
 def reached(experts: int, ranks: int, top_k: int) -> float:
-    """Of the ranks, or nodes, among which experts are split, those to which a token goes."""
+    """The number of ranks (or nodes) to which a token is sent, of those over which experts are split."""
     layout = Layout(ranks, experts // ranks, TOKENS, top_k, int(1.5 * TOKENS * top_k))
     return on_busiest_rank((1,) * experts, layout)[0].sent / TOKENS
 
@@ -41,7 +42,7 @@ def main() -> None:
     print("| - | - | - | - | - | - | - | - |")
     for name, (shape, ranks) in CASES.items():
         each = reached(shape.n_experts, ranks, shape.top_k)
-        packed = 2 * shape.dim + 8 * shape.top_k  # there, with the numbers and weights of experts; less on the way back
+        packed = 2 * shape.dim + 8 * shape.top_k  # dispatched with the numbers and weights of experts; combined without
         for reduced, (before, now) in ALL_TO_ALLS.items():
             sizes = before * shape.top_k * 2 * shape.dim / 1024, now * each * packed / 1024
             numbers = f"{shape.top_k} | {each:.2f} | {sizes[0]:.0f} | {sizes[1]:.0f} | {sizes[1] / sizes[0]:.2f}"
@@ -57,7 +58,7 @@ def main() -> None:
         to_ranks, to_nodes = (reached(experts, number, shape.top_k) for number in (groups * local, groups))
         away, beside = (nodes - 1) / nodes, (local - 1) / local
         for reduced, (_, now) in ALL_TO_ALLS.items():
-            # dispatches have numbers and weights of 4 bytes, as the gradients of weights have
+            # dispatches include numbers and weights of 4 bytes; gradients of weights have 4 bytes too
             kib = (now * 2 * shape.dim + 4 * shape.top_k * (2 * (now - 3) + 1)) / 1024
             messages = to_ranks * away, to_nodes * away, to_ranks / nodes * beside, to_ranks * beside
             print(f"| {name} | {ranks} | {nodes}, {groups} | {reduced} |", *(f"{each * kib:.0f} |" for each in messages))

@@ -1,4 +1,4 @@
-"""From a run's raw numbers to the rows of its tables: medians, ratios, utilization, memory."""
+"""Computes the rows of a run's tables from its raw measurements: medians, ratios, utilization, memory."""
 
 import statistics
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ _STATE_BYTES = {"bfloat16": 16, "float32": 16, "bfloat16-pure": 8}  # a paramete
 
 
 class Figures(NamedTuple):
-    """The figures of one contestant; rates are medians over rounds."""
+    """The results of one contestant; rates are medians over rounds."""
 
     tokens_per_second: float
     to_ours: float  # its speed / titanlite's, the median over rounds of the ratio inside a round
-    mfu_causal: float | None  # relative to the data sheet's peak; None without one
+    mfu_causal: float | None  # relative to the data sheet's peak; None if unknown
     mfu_palm: float | None
     hfu: float | None  # causal attention plus recomputation; None if the recomputed part is unknown
     matmul_causal: float  # the same, relative to a large matmul in this run
@@ -22,11 +22,11 @@ class Figures(NamedTuple):
     matmul_hfu: float | None
     peak: int  # peak bytes during training: resident, or allocated on a GPU
     above_state: int  # without parameters, gradients and optimizer state
-    net: int  # also without the memory resident after the imports
+    net: int  # also without the resident memory after the imports
     cold: float  # seconds from process start to the end of its first step, without a compiler cache
     warm: float | None  # with a compiler cache: the median
-    cpu: float | None  # CPU seconds of a step, of all threads and ranks: the median; None in results before 2026-11-26
-    cpu_to_ours: float | None  # titanlite's / its own, as `to_ours`: what other programs on the machine change less
+    cpu: float | None  # CPU seconds of a step, over all threads and ranks: the median; None in results before 2026-11-26
+    cpu_to_ours: float | None  # titanlite's / its own, as `to_ours`; other programs on the machine affect it less
 
 
 def state_bytes(parameters: int, precision: str) -> int:
@@ -37,8 +37,8 @@ def state_bytes(parameters: int, precision: str) -> int:
 def least_bytes(c: llama3.Config, precision: str, tokens: int, recompute: bool, float32_logits: bool) -> int:
     """A lower bound of the bytes that a peer needs on a GPU; tokens: of one pass.
 
-    State, autocast's copies of the weights, what the matmuls of each block (or of one, when blocks are recomputed)
-    keep for the backward pass, and the logits with their gradients.
+    State, autocast's copies of the weights, activations that the matmuls of each block (or of one, if blocks are recomputed)
+    save for the backward pass, and the logits with their gradients.
     """
     width = 4 if precision == "float32" else 2
     parameters = c.n_layers * (2 * c.dim * (c.n_heads + c.n_kv_heads) * c.head_dim + 3 * c.dim * c.ffn_dim)
@@ -51,7 +51,7 @@ def least_bytes(c: llama3.Config, precision: str, tokens: int, recompute: bool, 
 
 
 def figures(result: dict[str, Any]) -> dict[str, Figures]:
-    """The figures of every measured contestant by name, in the order of the result."""
+    """The results of every measured contestant by name, in the order of `result`."""
     job, flops = result["job"], result["flops"]
     tokens = job["accumulate"] * job["batch"] * job["seq"] * result["steps"]
     product = result["matmul"]["flops"] * result["steps"] / statistics.median(result["matmul"]["seconds"])
@@ -132,7 +132,7 @@ def aligned(rows: list[list[str]]) -> str:
 
 
 def disagreements(losses: dict[str, list[float]], tolerance: float) -> tuple[str, dict[str, str]]:
-    """The reference, and a sentence for each contestant whose losses differ from it: name -> sentence.
+    """The reference, and {name: sentence} for each contestant whose losses differ from it.
 
     The reference is "plain", else "plain-compiled", else the first. tolerance: relative, for each loss.
     """

@@ -1,10 +1,10 @@
-"""Llama 3 with float16 products as on a GPU, for CPUs without them: accumulated in float32, rounded once.
+"""Llama 3 with float16 matmuls as on a GPU, for CPUs without them: accumulated in float32, rounded once.
 
     ./run_train.sh CONFIG.toml --model.name benchmarks.float16_products --training.mixed_precision_param float16
 
-On such CPUs PyTorch multiplies float16 one number at a time, up to eighty times slower than this. Importing the module
-replaces the CPU kernels of this process. float32 products do not change; products in any other dtype raise ValueError,
-because they would be computed in float32 too.
+On such CPUs PyTorch multiplies float16 one number at a time, up to eighty times slower than this. Importing the module replaces
+the CPU kernels of this process. float32 matmuls do not change; matmuls in any other dtype raise ValueError, because they would
+be computed in float32 too.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""How long the head's loss and gradients take, and how much memory, for several sizes of a chunk of logits.
+"""Time and memory of the head's loss and gradients for several sizes of a chunk of logits.
 
     python -m benchmarks.head_chunks [--dim 4096] [--vocabulary 128256] [--tokens 16384]
 
@@ -24,13 +24,13 @@ class Row(NamedTuple):
     logits: int  # as in models.head.Sizes
     chunk: int  # tokens
     milliseconds: float  # median of one forward and backward pass
-    peak_bytes: int  # allocated beside weight and hidden states; 0 on a CPU, which does not count them
+    peak_bytes: int  # allocated besides weight and hidden states; 0 on a CPU, which does not count them
 
 
 def measure(
     device: torch.device, dim: int, vocabulary: int, tokens: int, logits: tuple[int, ...] = _LOGITS, repeats: int = 10
 ) -> list[Row]:
-    """One row for each size, for a bfloat16 head without norm whose kernels are compiled. Sizes of equal chunks count once."""
+    """One row for each size, for a bfloat16 head without norm, with compiled kernels. Sizes with the same chunk count once."""
     torch.manual_seed(0)
     head = Head(nn.Identity(), dim, vocabulary).to(device, torch.bfloat16)
     head.kernels = Kernels(*(torch.compile(kernel, fullgraph=True) for kernel in head.kernels))
@@ -47,7 +47,7 @@ def measure(
 
 
 def _repeated(head: Head, hidden: torch.Tensor, labels: torch.Tensor, repeats: int) -> tuple[list[float], int]:
-    """Seconds of each pass after the first two, which compile, and the memory of all."""
+    """Seconds of each pass after the first two, which compile; and the peak memory of all passes."""
     seconds, on_gpu = [], hidden.is_cuda
     before = torch.cuda.memory_allocated() if on_gpu else 0
     for number in range(repeats + 2):

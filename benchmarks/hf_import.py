@@ -60,7 +60,7 @@ def write_model(family: Family, folder: Path) -> tuple[dict[str, str], int]:
     places = {}
     for number, file in enumerate(files, 1):
         path = folder / f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        # random bits with ordinary exponents: faster than a distribution, and neighboring values differ
+        # random bits with normal exponents: faster than sampling a distribution, and neighboring values differ
         write_file(path, file, lambda name: torch.randint(0x3000, 0x4000, shapes[name], dtype=torch.int16).view(torch.bfloat16))
         places |= {item.theirs: path.name for item in file}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))

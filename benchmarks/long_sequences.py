@@ -1,8 +1,8 @@
 """Memory of a step on one long sequence, split over ranks: python -m benchmarks.long_sequences [--tokens 32768] [--ranks 1 2 4]
 
-Each rank takes a step (forward and backward pass). Two columns have what the largest rank needed at its peak, above what it
-held before the step: the bytes of all tensors that were alive together, and what the process's resident memory rose by
-(VmHWM), which depends on the allocator. Times compare nothing: the ranks share the processors.
+Each rank takes a step (forward and backward pass). Two columns have the peak of the largest rank, above its memory before the
+step: the bytes of all tensors that were alive together, and the growth of the process's resident memory (VmHWM), which depends
+on the allocator. Times are not comparable: the ranks share the processors.
 """
 
 import argparse
@@ -29,14 +29,14 @@ def _resident(key: str) -> int:
 
 
 def step(device: torch.device, config: Config, degrees: dict[str, int]) -> tuple[list[int], float, float]:
-    """([the most bytes of tensors, of resident memory] of the largest rank, seconds, loss) of the second of two steps."""
+    """([peak bytes of tensors, of resident memory] of the largest rank, seconds, loss) of the second of two steps."""
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1) | degrees, "cpu")
     model = build_model(family_of(config.model), config, mesh, device)
     tokens = torch.randint(512, (1, 1, config.training.seq_len + 1), generator=torch.Generator().manual_seed(0))
-    forward_backward(model, Batch(tokens[..., :257]), mesh)  # gradients and buffers are there
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    forward_backward(model, Batch(tokens[..., :257]), mesh)  # allocates gradients and buffers
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, begun, allocations = _resident("VmRSS"), time.monotonic(), Allocations()
-    with allocations:  # begins at 0: it knows only what is made from now on
+    with allocations:  # begins at 0: it counts only later allocations
         loss = forward_backward(model, Batch(tokens), mesh).share
     seconds, most = time.monotonic() - begun, torch.tensor([max(allocations.peaks.values()), _resident("VmHWM") - before])
     dist.all_reduce(loss)

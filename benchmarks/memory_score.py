@@ -1,8 +1,9 @@
-"""How far predicted memory is from published peaks: python -m benchmarks.memory_score [--output FILE]
+"""The error of predicted memory against published peaks: python -m benchmarks.memory_score [--output FILE]
 
-Runs of programs that shard as titanlite does: torchtitan and KempnerForge. Both hold all logits of a microbatch, of which
-titanlite holds chunks: 12 bytes each are added (bfloat16, its float32 copy, the log-softmax, a gradient), split over
-tensor-parallel ranks. Nothing else is fitted. "Reserved" peaks have the gaps of the allocator's blocks, which none has.
+Runs of programs that shard as titanlite does: torchtitan and KempnerForge. Both materialize all logits of a microbatch,
+titanlite only chunks of them: 12 bytes for each logit are added (bfloat16, its float32 copy, the log-softmax, a gradient),
+split over tensor-parallel ranks. Nothing else is fitted. "Reserved" peaks include gaps between the allocator's blocks, which
+predictions do not.
 """
 
 import argparse
@@ -21,7 +22,7 @@ _PROGRAMS = ("torchtitan", "KempnerForge")
 
 
 def config_of(run: Run) -> Config:
-    """The same run of titanlite. Raises UserError that says what it lacks."""
+    """The same run in titanlite. Raises UserError that says what titanlite lacks."""
     if run.micro_batch is None:
         raise UserError("its microbatch is not stated")
     named, *changes = run.model.split(",")
@@ -59,7 +60,7 @@ def predicted_gib(row: Row) -> float:
     run, config = row.run, config_of(row.run)
     assert run.micro_batch is not None
     logits = run.micro_batch * run.seq_len * family_of(config.model).config.vocab_size // (run.mesh.cp * run.mesh.tp)
-    of_logits = {"loss": _LOGIT_BYTES * logits}  # and not before, nor after it
+    of_logits = {"loss": _LOGIT_BYTES * logits}  # only while the loss is computed
     return max(each.memory.total + of_logits.get(each.phase, 0) for each in predict(config, run.gpus).moments) / GIB
 
 

@@ -1,17 +1,17 @@
-"""Speed of a mixture of experts beside transformers', with the same weights and routing, on a CPU: python -m benchmarks.mixture
+"""Speed of an MoE layer compared with transformers', with the same weights and routing, on a CPU: python -m benchmarks.mixture
 
-Forward and backward pass of one feed-forward layer in float32. All contestants take turns in one process, A B C A B C ...; the
-figures are medians over the rounds, and ratios are medians of the ratio inside a round. CPU seconds do not count what other
-programs take; of several threads they are the sum. The contestants:
+Forward and backward pass of one feed-forward layer in float32. All contestants take turns in one process, A B C A B C ...;
+times are medians over the rounds, and ratios are medians of the ratio inside a round. CPU seconds exclude those of other
+programs, and are summed over threads. The contestants:
 
 - titanlite, and the same compiled;
 - transformers' "grouped_mm", its default, and the same compiled, and "eager", its loop over experts. Its "batched_mm" copies
-  the matrices of its experts for each token, and takes part only where these copies have less than 4 GiB;
-- the nine products of each expert alone, out of the cache and into it: by `torch.mm`, on which transformers' are built, and as
-  titanlite multiplies them. No implementation on the same products can be faster.
+  the matrices of its experts for each token, and takes part only if these copies have less than 4 GiB;
+- only the nine matmuls of each expert: by `torch.mm`, which transformers uses, and as titanlite computes them. No
+implementation with the same matmuls can be faster.
 
-`--allocator keep` is what run_train.sh sets on a CPU. Routings are balanced, and for 64 experts with top 8 also `--trace`: the
-shares of one layer of a run's routing.json.
+`--allocator keep` is what run_train.sh sets on a CPU. Routing is balanced; for 64 experts with top 8, it is also that of
+`--trace`: the shares of one layer in a run's routing.json.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _OURS = "titanlite"
 
 
 class Shape(NamedTuple):
-    """Of a mixture."""
+    """The sizes of an MoE layer."""
 
     dim: int
     hidden: int
@@ -84,14 +84,15 @@ def theirs_of(ours: MoE, shape: Shape, implementation: str) -> nn.Module:
 
 
 def choose(counts: list[int], top_k: int) -> Tensor:
-    """(tokens, top_k): experts by these counts, in any order of tokens. No expert has more rows than there are tokens, so that
-    rows of one expert, in a run of at most so many, are of different tokens."""
+    """(tokens, top_k): experts by these counts, for tokens in random order. No count exceeds the number of tokens, so the rows
+    of an expert belong to different tokens.
+    """
     chosen = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).view(top_k, -1).T
     return chosen[torch.randperm(len(chosen))].contiguous()
 
 
 def fix_choice(ours: MoE, peers: list[nn.Module], chosen: Tensor) -> None:
-    """All routers compute their scores, and choose these experts."""
+    """Makes all routers compute their scores, but choose these experts."""
     ours.router.choose = lambda _: chosen  # type: ignore[method-assign]  # of this instance
 
     def replace(gate: nn.Module) -> None:
@@ -121,7 +122,7 @@ def step_of(layer: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor
 def products_of(
     ours: MoE, x: Tensor, counts: list[int], multiply: Callable[[Tensor, Tensor, Tensor], Any]
 ) -> Callable[[], None]:
-    """All products of a step, one expert after the other: three forward, and two for each of them backward."""
+    """All matmuls of a step, one expert after the other: three forward, and two for each of them backward."""
     w1, w2, w3 = (each.detach() for each in ours.experts.parameters())
     to_weights = [torch.empty_like(each) for each in (w1, w2, w3)]
     most = max(counts)
@@ -147,7 +148,7 @@ def products_of(
 
 
 def contestants(shape: Shape, x: Tensor, counts: list[int], loop: bool) -> dict[str, tuple[nn.Module | None, Any]]:
-    """By name: the layer, or None for products alone; and its step."""
+    """By name: the layer, or None for matmuls only; and its step."""
     ours = ours_of(shape)
     names = ["grouped_mm", "eager"] if loop else ["grouped_mm"]
     if x.shape[1] * shape.top_k * 3 * shape.dim * shape.hidden * 4 < 2**32:
@@ -166,7 +167,7 @@ def contestants(shape: Shape, x: Tensor, counts: list[int], loop: bool) -> dict[
 
 
 def measure(shape: Shape, tokens: int, counts: list[int], rounds: int, loop: bool) -> dict[str, Any]:
-    """Of each contestant the seconds of each round, (CPU, wall), and how its gradient of x differs from titanlite's."""
+    """For each contestant the (CPU, wall) seconds of each round, and how its gradient of x differs from titanlite's."""
     torch._dynamo.reset()
     x = torch.randn(1, tokens, shape.dim)
     taking_part = contestants(shape, x, counts, loop)
@@ -186,7 +187,7 @@ def measure(shape: Shape, tokens: int, counts: list[int], rounds: int, loop: boo
 
 
 def table(result: dict[str, Any]) -> str:
-    """Of one routing: medians, and how many times as long as titanlite a contestant takes, by CPU seconds."""
+    """The table of one routing: medians, and the ratio of a contestant's CPU seconds to titanlite's."""
     seconds = result["seconds"]
     lines = [
         "| contestant | CPU s | wall s | titanlite is (least to most) | gradient differs by |",
@@ -202,8 +203,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def spread(counts: list[int], rows: int) -> list[int]:
-    """So many rows with the shares that the counts have, rounded so that they sum to `rows`; the counts as they are if
-    they sum to as many."""
+    """The counts scaled to sum to `rows`, rounded; unchanged if they already do."""
     total = sum(counts)
     ends = [end * rows // total for end in itertools.accumulate(counts)]
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]
@@ -217,16 +217,16 @@ def main(words: list[str]) -> None:
     parser.add_argument("--allocator", choices=ALLOCATORS, default="keep", help="of benchmarks/allocators.py")
     parser.add_argument("--no-loop", action="store_true", help="without transformers' loop over experts, the slowest by far")
     parser.add_argument("--trace", type=Path, default=_TRACE, help="a run's folder, or its routing.json")
-    parser.add_argument("--output", type=Path, help="a JSON file for all figures")
+    parser.add_argument("--output", type=Path, help="a JSON file for all results")
     args = parser.parse_args(words)
     variables = environment(args.allocator)
     if any(os.environ.get(name) != value for name, value in variables.items()):  # an allocator reads them at the start
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.mixture", *words], os.environ | variables)
-    code = commit()  # what runs, even if the checkout changes meanwhile
+    code = commit()  # the code that runs, even if the checkout changes meanwhile
     torch.set_num_threads(args.threads)
     shape = SHAPES[args.shape]
     shares = {"balanced": [1] * shape.experts}
-    layer = max(read_trace(args.trace).mixtures, key=lambda each: max(each.counts) / sum(each.counts))  # the least even one
+    layer = max(read_trace(args.trace).mixtures, key=lambda each: max(each.counts) / sum(each.counts))  # the least balanced one
     if (len(layer.counts), layer.top_k) == (shape.experts, shape.top_k):
         shares["recorded"] = layer.counts
     routings = {}

@@ -1,9 +1,9 @@
-"""How long ranks of a pipeline wait, beside the dry run: python -m benchmarks.pipelines [--ranks 2] [--microbatches 8]
+"""The pipeline bubble, measured and predicted: python -m benchmarks.pipelines [--ranks 2] [--microbatches 8]
 
-Idle is the share of a step in which a rank is in no pass of a stage, of all ranks together. "sleeping": a pass takes as long as
-the model's formula says, because it sleeps, so that ranks need no processors of their own; this measures PyTorch's schedule and
-its messages. "computing": passes compute, with a thread each; then the ranks should not outnumber the processors, and
-"predicted again" is the rehearsal with the measured times of each stage's passes. Medians of the steps after the first one.
+The bubble is the share of a step in which a rank computes no pass of a stage, over all ranks. "sleeping": a pass sleeps as long
+as it takes by the model's FLOPs, so that ranks need no processors of their own; this measures PyTorch's schedule and its
+messages. "computing": passes compute, with one thread each; there should be a processor for each rank, and "predicted again" is
+the prediction from the measured times of each stage's passes. Medians of the steps after the first one.
 """
 
 import argparse
@@ -49,7 +49,9 @@ def config_of(schedule: str, ranks: int, microbatches: int, seq_len: int) -> Con
 
 
 def timed(kind: str, run: Callable[..., Any], passes: Passes, sleeps: list[float]) -> Callable[..., Any]:
-    """A pass of a stage that notes its seconds. sleeps: of a forward pass of each stage; a backward pass takes two of them."""
+    """A pass of a stage that records its seconds. sleeps: those of a forward pass of each stage; a backward pass sleeps twice
+    as long.
+    """
 
     def around(stage: LateStage, *words: Any, **named: Any) -> Any:
         begun = time.perf_counter()
@@ -66,7 +68,7 @@ def timed(kind: str, run: Callable[..., Any], passes: Passes, sleeps: list[float
 def measure(
     device: torch.device, config: Config, sleeps: list[float], steps: int
 ) -> tuple[float, dict[tuple[str, int], float]]:
-    """(idle share of all ranks, seconds of each stage's forward and whole backward pass); medians over steps."""
+    """(bubble of all ranks, seconds of each stage's forward and full backward pass); medians over steps."""
     ranks = config.parallelism.pipeline_parallel_degree
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1) | {"pp": ranks}, "cpu")
     model = build_model(family_of(config.model), config, mesh, device)
@@ -86,7 +88,7 @@ def measure(
             elapsed = time.perf_counter() - begun
             busy = torch.tensor(sum(sum(each) for each in passes.values()))
             dist.all_reduce(busy)
-            if step:  # the first one allocates
+            if step:  # not the first one, which allocates
                 idle.append(1 - busy.item() / (ranks * elapsed))
                 for stage in {stage for _, stage in passes}:
                     seconds["F", stage].append(sum(passes["F", stage]) / shape[0])

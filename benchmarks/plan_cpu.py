@@ -1,10 +1,10 @@
-"""`titanlite plan` and `estimate` beside our own small runs on this CPU: python -m benchmarks.plan_cpu [--output FILE.md]
+"""`titanlite plan` and `estimate` compared with small runs on this CPU: python -m benchmarks.plan_cpu [--output FILE.md]
 
 Random models, batches and meshes of 1 and 2 ranks in float32, each rank with one thread. First the machine is measured as by
-`titanlite plan --calibrate`; then each run is predicted, and its shortest step of several is measured, since other programs
-only add to it. They disturb its CPU time less, which on 2 ranks lacks what a rank waits for. Memory is what a rank's resident
-size grows by from before the model is built to its peak, twice: as glibc does by default, which keeps freed blocks, and with a
-mapping of its own for each tensor from 64 KiB on, which is given back when the tensor is freed.
+`titanlite plan --calibrate`. Then each run is predicted, and the shortest of several steps is measured, since other programs
+only slow steps down. They affect CPU time less, but on 2 ranks it excludes waiting. Memory is the growth of a rank's resident
+size from before the model is built to its peak, measured twice: with glibc's default, which keeps freed blocks, and with a
+separate mapping for each tensor from 64 KiB on, which is returned when the tensor is freed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Drawn(NamedTuple):
     vocab: int
     seq_len: int
     microbatch: int
-    microbatches: int  # of all ranks together
+    microbatches: int  # over all ranks
     recompute: str
     mesh: str  # of 2 ranks: dp_shard, dp_replicate or tp
 
@@ -83,7 +83,7 @@ def drawn(number: int) -> Drawn:
 
 
 class Measured(NamedTuple):
-    """Of a rank. seconds, cpu: of the shortest step, as a clock shows it and as its processors worked. held: resident bytes."""
+    """Measurements of a rank. seconds, cpu: wall time and CPU time of the shortest step. held: resident bytes."""
 
     seconds: float
     cpu: float
@@ -91,7 +91,7 @@ class Measured(NamedTuple):
 
 
 def measure(device: torch.device, config: Config, steps: int, mapped: bool = False) -> tuple[float, float, int]:
-    """The numbers of Measured, of a run after a tiny one on the same mesh, which loads libraries and their buffers."""
+    """The values of Measured for a run, after a tiny run on the same mesh that loads libraries and their buffers."""
     if mapped:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)
     small = {**config.model.overrides, "dim": 64, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 512}
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", choices=[1, 2], default=[1, 2])
     parser.add_argument("--output", type=Path)
     words = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # so that 1 and 2 ranks on 2 cores have the same
+    os.environ["OMP_NUM_THREADS"] = "1"  # so that 1 and 2 ranks on 2 cores have equal conditions
     titles = "run | ranks | step, ms | CPU ms | predicted | error | of CPU ms | MiB | mapped, MiB | predicted | error | load"
     lines = [f"| {titles} |", "| - " * 12 + "|"]
     errors: dict[tuple[str, int], list[float]] = {}

@@ -1,4 +1,4 @@
-"""Contestants as processes: start, run steps, pause during the turns of others, end."""
+"""Contestants as processes: start, run steps, pause during other contestants' turns, end."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Left(Exception):
-    """A contestant's process has ended, or cannot do its job; the text is the reason and its log."""
+    """A contestant's process has ended, or cannot do its job; the message is the reason and the log."""
 
     def __init__(self, reason: str, failed: bool, log: str = ""):
         """reason: its last line is the summary. failed: False if it does not support the job. log: its output."""
@@ -94,7 +94,7 @@ class Process:
     def _signal(self, number: int) -> None:
         for rank in self._ranks:
             try:
-                os.killpg(rank.pid, number)  # with the compilers that it may have started
+                os.killpg(rank.pid, number)  # including compilers that it may have started
             except ProcessLookupError:
                 continue  # the process group has ended
 
@@ -103,7 +103,7 @@ class Process:
             self._ranks[rank].stdin.write(json.dumps(value) + "\n")
             self._ranks[rank].stdin.flush()
         except BrokenPipeError:
-            pass  # `_hear` reports why it has ended
+            pass  # `_hear` reports why the process has ended
 
     def _hear(self) -> dict[str, Any]:
         """The next answer of all ranks, combined."""
@@ -121,7 +121,7 @@ class Process:
         if "seconds" in together:
             together["seconds"] = max(answer["seconds"] for answer in answers)
             together["cpu_seconds"] = sum(answer["cpu_seconds"] for answer in answers)
-            # each rank's loss is its share of the whole batch's
+            # each rank's loss is its share of the global batch's loss
             together["losses"] = [sum(parts) for parts in zip(*(answer["losses"] for answer in answers), strict=True)]
         return together
 

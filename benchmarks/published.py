@@ -1,6 +1,6 @@
-"""Published training runs, which predictions of step time and memory are compared with: python -m benchmarks.published
+"""Published training runs, with which predicted step times and memory are compared: python -m benchmarks.published
 
-It checks published_runs.toml, counts its rows, and lists those whose own results disagree.
+It checks published_runs.toml, counts its rows, and lists those whose results contradict each other.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DType = Literal["float32", "bfloat16"] | None
 
 
 class Mesh(StrictModel):
-    """Degrees. dp_shard times cp are the ranks that shard a weight; ep divides the ranks that shard or replicate data."""
+    """Degrees. A weight is sharded over dp_shard times cp ranks; ep divides the ranks that shard or replicate data."""
 
     dp_replicate: Positive = 1
     dp_shard: Positive = 1
@@ -38,7 +38,7 @@ class Mesh(StrictModel):
 
 
 class Dimensions(StrictModel):
-    """Of a decoder like GPT, which models/ lacks: every head has its keys, no gate, tied embeddings, learned positions."""
+    """A GPT decoder, which models/ lacks: multi-head attention, no gate, tied embeddings, learned positions."""
 
     n_layers: Positive
     dim: Positive
@@ -48,7 +48,7 @@ class Dimensions(StrictModel):
 
 
 class Run(StrictModel):
-    """One row: a configuration and what was measured with it. None: the source does not state it."""
+    """One row: a configuration and its measurements. None: the source does not state it."""
 
     model: str  # family:flavor,dimension=number,... or a name of [models]
     device: str
@@ -62,7 +62,7 @@ class Run(StrictModel):
     gpus_per_node: Positive | None = None
     internode_gbps_per_gpu: Positive | None = None
     device_detail: str = ""
-    zero: Literal[1, 2, 3] | None = None  # dp_shard shards optimizer states; and gradients; and weights
+    zero: Literal[1, 2, 3] | None = None  # dp_shard shards optimizer states; also gradients; also weights
     parameters: DType = None  # of the weights that the optimizer updates
     optimizer_states: DType = None
     gradient_reduction: DType = None
@@ -94,7 +94,7 @@ class Run(StrictModel):
 
 
 class Table(StrictModel):
-    """One table of a source. known: a result of it was quoted before predictions were planned."""
+    """One table of a source. known: one of its results was quoted before predictions were planned."""
 
     name: str  # owner/repository:path or arXiv:number, and which table of it
     commit: Annotated[str, Field(pattern="^([0-9a-f]{40})?$")] = ""  # "": a report
@@ -105,7 +105,7 @@ class Table(StrictModel):
 
     @property
     def split(self) -> Literal["fitted", "blind"]:
-        """Whether constants may be fitted to the whole table. Its name decides, so that nobody chooses by the result."""
+        """Whether constants may be fitted to the table. Its name decides, so that nobody chooses by the result."""
         digest = hashlib.blake2b(self.name.encode()).digest()
         return "fitted" if self.known or int.from_bytes(digest, "big") % 3 == 0 else "blind"
 
@@ -118,7 +118,7 @@ class Contents(StrictModel):
 
 
 class Row(NamedTuple):
-    """A run and where it stands."""
+    """A run and its location."""
 
     table: Table
     run: Run
@@ -126,7 +126,7 @@ class Row(NamedTuple):
 
 
 def parse_models(text: str) -> dict[str, Dimensions]:
-    """The models of the file's text that titanlite lacks."""
+    """The models in the file that titanlite lacks."""
     contents: Contents = validated(Contents, parse_toml(text), FILE.name)
     return contents.models
 
@@ -165,14 +165,14 @@ def _flops(run: Run, models: dict[str, Dimensions]) -> Flops:
     dimensions = {key: int(value) for key, _, value in (change.partition("=") for change in changes)}
     chosen = load_family(family, flavor, overrides=dimensions)
     flops: Flops = chosen.module.flops(chosen.config, run.seq_len)
-    if run.lora_rank:  # a frozen matrix has no gradient: 4 operations for each of its numbers instead of 6
+    if run.lora_rank:  # a frozen matrix has no gradient: 4 FLOPs per weight and token instead of 6
         frozen = chosen.module.flops(chosen.config, 1).palm / 3
         return Flops(flops.causal - frozen, flops.palm - frozen)
     return flops
 
 
 def doubts(row: Row) -> list[str]:
-    """Where two published results of a row disagree by more than 15%: a reason not to trust one of them."""
+    """Published results of a row that disagree by more than 15%: a reason not to trust one of them."""
     run, speed, found = row.run, row.run.speed, []
     peak = peak_flops_of(run.device)
     published = run.tflops_per_gpu or (run.mfu_percent * peak / 1e14 if run.mfu_percent and peak else None)
@@ -188,7 +188,7 @@ def doubts(row: Row) -> list[str]:
 
 
 def main() -> None:
-    """Print the counts and the doubtful rows."""
+    """Prints the counts and the doubtful rows."""
     argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__).parse_args()
     rows = read(FILE.read_text(encoding="utf-8"))
     counts: dict[str, Counter[str]] = {

@@ -1,9 +1,9 @@
-"""Reading in this checkout beside another one: python -m benchmarks.read_ahead OTHER [--rounds 9]
+"""Data loading in this checkout compared with another one: python -m benchmarks.read_ahead OTHER [--rounds 9]
 
-OTHER: a checkout of another commit, such as `git worktree add OTHER COMMIT` makes. In each round every measurement runs once in
-each of the two, each time in a process of its own, in changing order. Ratios are medians over rounds of the ratio in a round;
-above 1, this checkout is slower. A step is in CPU time of the rank's process, which other processes hardly change. Starts are
-in time by the clock. The batches of both must be equal bit for bit.
+OTHER: a checkout of another commit, such as `git worktree add OTHER COMMIT` creates. In each round every measurement runs once
+in each checkout, in a process of its own, in alternating order. Ratios are medians over rounds of the ratio in a round; above
+1, this checkout is slower. A step is measured in CPU time of the rank's process, which other processes hardly affect, starts in
+wall time. The batches of both must be equal bit for bit.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def _measure(folder: str, share: int, length: int, variant: str, workers: int) -
         return source, seconds
 
     source, first = first_batch(1)
-    for _ in range(4 * workers):  # until all of them read
+    for _ in range(4 * workers):  # until all workers read
         next(source)
     begin = time.process_time()
     for _ in range(steps):
@@ -104,7 +104,7 @@ def _measure(folder: str, share: int, length: int, variant: str, workers: int) -
     step = (time.process_time() - begin) / steps
     digest.update(next(source).tokens.numpy().tobytes())
     source.close()
-    source, resumed = first_batch(_RESUMED + 1)  # with the fork server that is there
+    source, resumed = first_batch(_RESUMED + 1)  # the fork server is already running
     source.close()
     return {"step": step * 1e6, "first": first, "resumed": resumed, "digest": digest.hexdigest()}
 

@@ -37,7 +37,7 @@ BUDGETS = {f"memory_budget {share:g}": {"mode": "memory_budget", "memory_budget"
 
 
 class Storages(TorchDispatchMode):
-    """Records every storage that operations create while the mode is active, without keeping any alive."""
+    """Records every storage that operations create while the mode is active, without keeping it alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Storages(TorchDispatchMode):
 def kept_bytes(model: nn.Module, inputs: Tensor) -> int:
     """Bytes that a model without its head holds between forward and backward pass, for inputs (batch, seq)."""
     seq = SeqInfo(torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs))
-    model(inputs, seq).sum().backward()  # creates what is created only at first use
+    model(inputs, seq).sum().backward()  # creates what exists only after the first use
     with Storages() as storages:
         hidden = model(inputs, seq)
         gc.collect()

@@ -17,7 +17,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 def title(result: dict[str, Any]) -> str:
-    """One line that says what was measured."""
+    """One line: what was measured."""
     job = result["job"]
     model = job["model"]
     where = result["hardware"].get("gpu") or f"{job['threads']} CPU thread{'s' if job['threads'] > 1 else ''}"

@@ -1,10 +1,9 @@
-"""titanlite beside its peers, in one run: python -m benchmarks.throughput --help
+"""titanlite compared with its peers, in one run: python -m benchmarks.throughput --help
 
 All contestants train the same Llama, each in its own process: the same initial weights, batches, precision, optimizer and
 number of threads. Their first losses are compared, and a contestant whose losses differ is refused: it computes something
-else. Then they take turns of some steps, A B C A B C ...; the figures are medians over the rounds, and ratios are medians of
-the ratio inside a round, so a machine whose speed drifts gives the same ratios. benchmarks/README.md describes how each
-figure is measured.
+else. Then they take turns of some steps, A B C A B C ...; times are medians over the rounds, and ratios are medians of the
+ratio inside a round, so a machine whose speed drifts gives the same ratios. benchmarks/README.md describes each measurement.
 """
 
 import argparse
@@ -41,7 +40,7 @@ from titanlite.loop.metrics import peak_flops_of
 from titanlite.registry.family import Family
 
 # The largest relative difference between the first losses of two contestants. In float32 only the order of sums differs. In
-# bfloat16 every matmul rounds to 3 digits, and contestants differ in what else they store in it: autocast keeps the
+# bfloat16 every matmul rounds to 3 digits, and contestants differ in what else they store in bfloat16: autocast keeps the
 # residual path in float32, titanlite does not.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "bfloat16-pure": 2e-3}
 
@@ -50,7 +49,7 @@ PEERS = "plain,plain-compiled,hf,torchtitan,litgpt,fabric"  # of --peers
 
 
 class Fault(Exception):
-    """A fault that the user can correct; the text says how."""
+    """A fault that the user can fix; the message says how."""
 
 
 # ------------------------------------------------------------------------------------------------------- the command line
@@ -121,7 +120,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         metavar="PEER=PATH",
         help="interpreter of a peer that needs its own environment; repeatable",
     )
-    add("--output", type=Path, metavar="FILE.json", help="where to write all raw figures, for python -m benchmarks.report")
+    add("--output", type=Path, metavar="FILE.json", help="where to write all raw results, for python -m benchmarks.report")
     args = parser.parse_args(words)
     for name in ("batch", "seq", "accumulate", "threads", "ranks", "rounds", "steps", "check_steps"):
         if getattr(args, name) < 1:
@@ -156,7 +155,7 @@ def dimensions(model: str, vocab: int | None) -> llama3.Config:
 
 
 def line_up(args: argparse.Namespace, config: llama3.Config) -> tuple[dict[str, tuple[Contestant, int]], dict[str, str]]:
-    """The contestants, name -> contestant and its number of ranks; and those left out, name -> reason."""
+    """{name: contestant and its number of ranks}; and those left out, {name: reason}."""
     peers = PEERS if args.peers is None else args.peers
     chosen = [OURS, *(name for name in peers.split(",") if name not in ("", OURS))]
     if unknown := [name for name in chosen if name not in CONTESTANTS]:
@@ -204,7 +203,7 @@ def parameters_of(config: llama3.Config) -> int:
 
 
 def training_flops(config: llama3.Config, seq: int) -> dict[str, float]:
-    """FLOPs per token: causal and PaLM as the family counts them, and the blocks' forward pass, which recomputation adds."""
+    """FLOPs per token: causal and PaLM, as the family counts them, and those of the blocks' forward pass, for recomputation."""
     found = llama3.flops(config, seq)
     return {
         "causal": found.causal,
@@ -214,7 +213,7 @@ def training_flops(config: llama3.Config, seq: int) -> dict[str, float]:
 
 
 class Session:
-    """All contestants of one run, and the measurements of each so far."""
+    """All contestants of one run, and their measurements so far."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, job: Job, chosen: dict[str, tuple[Contestant, int]]):
         self.args = args
@@ -242,7 +241,7 @@ class Session:
             process.close()
 
     def start(self, name: str) -> Process:
-        """A new process of a contestant that has done its first step."""
+        """A new process of a contestant, after its first step."""
         job = self.matmul if name == "matmul" else self.jobs[name]
         return Process(
             job, python_of(job.module, self.pythons), self.environment, self.folder / "caches" / name.replace(":", "-")
@@ -377,7 +376,7 @@ def measure(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         write_config(folder, config, job.dtype)
         session = Session(args, folder, job, chosen)
         for titanlite in [job for job in session.jobs.values() if job.module == "titanlite"]:
-            config_of(titanlite)  # reports a wrong option before anything starts
+            config_of(titanlite)  # reports wrong options before any process starts
         try:
             for name in chosen:
                 session.enter(name)

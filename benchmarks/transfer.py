@@ -1,4 +1,4 @@
-"""Whether the best learning rate stays where it is when a model becomes wider: `python -m benchmarks.transfer`.
+"""Whether the best learning rate stays the same when a model becomes wider: `python -m benchmarks.transfer`.
 
 A Llama of two layers learns the bytes of this repository's pages, at four widths and a grid of learning rates that double, with
 muP (models/mup.py) and with the standard parametrization. At the base width both are the same run. Results are written to
@@ -37,7 +37,7 @@ def text() -> Tensor:
 
 
 def final_loss(width: int, rate: float, mup: bool, data: Tensor, steps: int = STEPS, seed: int = 0) -> float:
-    """The mean cross entropy of the last steps; infinite where the run diverges."""
+    """The mean cross entropy of the last steps; infinite if the run diverges."""
     sizes = {"dim": width, "n_heads": width // HEAD, "n_kv_heads": width // HEAD, "head_dim": HEAD, "ffn_dim": 3 * width}
     others: dict[str, Any] = {"n_layers": LAYERS, "vocab_size": VOCABULARY} | ({"mup_base_dim": BASE} if mup else {})
     family = load_family("llama3", "debug", overrides=sizes | others)
@@ -80,14 +80,14 @@ def best_exponent(losses: list[float]) -> int:
 
 
 def moved(of_widths: dict[str, list[float]]) -> int:
-    """Steps of the grid between the lowest and the highest of the widths' best learning rates."""
+    """Grid steps between the lowest and the highest best learning rate of the widths."""
     best = [best_exponent(losses) for losses in of_widths.values()]
     return max(best) - min(best)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    torch.set_num_threads(1)  # the models are small: threads would wait for each other longer than they compute
+    torch.set_num_threads(1)  # the models are small: threads would spend more time waiting for each other than computing
     parser.parse_args()
     found = measure(text())
     commit = subprocess.run(

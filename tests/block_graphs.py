@@ -1,7 +1,7 @@
-"""Llamas whose blocks use what earlier blocks have made, as `graph` says: "2 value 0, 3 counter 1" is two such uses.
+"""Llamas whose blocks use results of earlier blocks, as `graph` says: "2 value 0, 3 counter 1" is two such uses.
 
-Each use is (block that uses, way, block that has made it). EXPLICIT ways are arguments and results, which a pipeline carries.
-HIDDEN ones leave something behind in Python, which it refuses.
+Each use is (consuming block, way, producing block). EXPLICIT ways are arguments and results, which a pipeline sends. HIDDEN
+ones leave state in Python, which a pipeline refuses.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tests import tiny
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
 
 EXPLICIT = ("value", "dict", "detached", "view", "number", "unchanged", "sum", "embedding", "twice")
-EXPLICIT += ("integers",) * (torch.__version__ >= "2.13")  # before, every message has a gradient
+EXPLICIT += ("integers",) * (torch.__version__ >= "2.13")  # earlier versions need a gradient for every message
 HIDDEN = ("attribute", "object", "list", "counter", "parameter", "module", "in place", "argument", "stash", "head", "again")
 
 

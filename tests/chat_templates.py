@@ -72,7 +72,7 @@ MISTRAL = """\
 {%- endfor %}
 """
 TEMPLATES = {"ChatML": CHATML, "ChatML, tagged": CHATML_TAGGED, "Llama": LLAMA, "Mistral": MISTRAL}
-# Before and after what the assistant says.
+# Before and after the assistant's text.
 AROUND = {
     "ChatML": ("<|im_start|>assistant\n", "<|im_end|>"),
     "ChatML, tagged": ("<|im_start|>assistant\n", "<|im_end|>"),
@@ -103,7 +103,7 @@ _TEXT = ["What is 2 + 2? It is 4. user assistant system Be terse. And 3? Say. th
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have it; the offsets that it gives leave out leading spaces."""
+    """As in GPT-2, Llama 3 and Qwen; its offsets exclude leading spaces."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -119,7 +119,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """As Llama 2 and Mistral have it: spaces are letters, what is not known is spelt in bytes."""
+    """As in Llama 2 and Mistral: spaces are letters, and unknown characters are encoded as bytes."""
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted({*"".join(_TEXT).replace(" ", "▁"), "▁"})]
     merges = [("I", "t"), ("▁", "i"), ("▁i", "s"), ("▁", "4"), ("▁", "It")]
     tokens += ["".join(pair) for pair in merges]
@@ -151,7 +151,7 @@ def load(folder, template: str, tokenizer: Tokenizer | None = None) -> ChatTempl
 
 
 def said(chat: ChatTemplate, messages: list[dict]) -> list[str]:
-    """The text of each run of tokens that count."""
+    """The text of each run of labeled tokens."""
     ids, counted = chat.encode(messages)
     assert len(ids) == len(counted)
     runs, last = [], False

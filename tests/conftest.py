@@ -1,4 +1,4 @@
-"""What all tests share: where their files are, what ends with them, the pools of ranks, and which tests run side by side."""
+"""What all tests share: where their files are, what ends with them, the pools of ranks, and which tests run in parallel."""
 
 import logging
 import multiprocessing.forkserver as forkserver
@@ -37,7 +37,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def minutes_by_file(reports: Iterable[object]) -> list[str]:
-    """The minutes that tests have taken with their fixtures: all together, then each file's, the longest first."""
+    """The minutes that tests took with their fixtures: the total, then those of each file, the longest first."""
     minutes: Counter[str] = Counter()
     for report in reports:
         if isinstance(report, pytest.TestReport):  # of a fixture or of the test itself
@@ -46,20 +46,20 @@ def minutes_by_file(reports: Iterable[object]) -> list[str]:
 
 
 def pytest_configure() -> None:
-    """Gives the run a temporary folder and a mark, and starts what removes the one and ends all processes with the other.
+    """Gives the run a temporary folder and a mark, and starts a guard that removes the folder and ends all marked processes.
 
-    Give --basetemp=FOLDER to look at files that tests have written.
+    Use --basetemp=FOLDER to inspect files that tests have written.
     """
     if "TITANLITE_TESTS_DISTURB" in os.environ:
         from tests import disturbed  # imports PyTorch
 
         disturbed.install()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # of a run that has done this
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the controller has done this
         return
-    # A shell starts background jobs with these ignored, and so would be every command that a test sends Ctrl-C.
+    # A shell starts background jobs with these signals ignored; commands that tests interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    # a socket's path has at most 107 characters, and most of them are what Python, pytest and titanlite append
+    # a socket's path has at most 107 characters, and Python, pytest and titanlite append most of them
     deep = len(tempfile.gettempdir()) > 40
     folder = Path(tempfile.mkdtemp(prefix="titanlite-tests-", dir="/tmp" if deep else None))
     os.environ |= {"TMPDIR": str(folder), VARIABLE: folder.name}
@@ -70,10 +70,10 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --dist loadgroup, pytest-xdist runs the tests of a group in one process, and any other where one is free.
+    """With --dist loadgroup, pytest-xdist runs the tests of a group in one process, and other tests in any free process.
 
     All tests that need ranks are a group: pools of ranks for every process would share the same few cores. So are the tests of
-    a file that share what a fixture makes once for the file.
+    a file that share a fixture of the file.
     """
     if (seed := config.getoption("shuffle")) is not None:
         draw = random.Random(seed)
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Ends a run whose groups would not reach pytest-xdist, which reads them from the end of the tests' names."""
+    """Ends a run whose groups pytest-xdist could not read from the end of the tests' names."""
     if session.config.getoption("loadgroup", False):
         groups = {item.nodeid: item.get_closest_marker("xdist_group") for item in session.items}
         lost = [name for name, group in groups.items() if group and not name.endswith(group.args[0])]
@@ -98,14 +98,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """A test draws the same whatever ran before it. Ranks of pools do so at each call."""
+    """A test draws the same random numbers for any tests before it. Ranks of pools do so at each call."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """What a command does to the log in this process, `process.set_up_logging`, ends with the test."""
+    """Undoes, after the test, what `process.set_up_logging` of a command did to the log in this process."""
     logger = logging.getLogger("titanlite")
     before = logger.handlers[:], logger.propagate, logger.level
     yield
@@ -130,7 +130,9 @@ def end_of_pools() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_fork_server() -> None:
-    """Ends multiprocessing's fork server, which other tests have started and set up, with all pools: it waits for its forks."""
+    """Ends multiprocessing's fork server, which other tests have started and set up, and all pools, since it waits for its
+    forks.
+    """
     _stop(_pools.values())
     forkserver._forkserver._stop()
 

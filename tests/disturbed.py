@@ -1,7 +1,7 @@
-"""Initial weights that are off by a rounding, for `make campaign PART=processors`: no verdict may hang on the last bit.
+"""Initial weights that are off by a rounding, for `make campaign PART=processors`: no verdict may depend on the last bit.
 
-The environment's TITANLITE_TESTS_DISTURB is the relative size. Each value gets its own share of it, from its parameter and its
-position, so that all meshes still begin with the same weights. Ranks of pools are disturbed, and what pytest itself computes.
+The environment's TITANLITE_TESTS_DISTURB is the relative size. Each value gets its own share of it, by its parameter and
+position, so that all meshes still start with the same weights. Ranks of pools are disturbed, and so is the process of pytest.
 """
 
 import os
@@ -17,7 +17,7 @@ VARIABLE = "TITANLITE_TESTS_DISTURB"
 
 
 def install() -> None:
-    """Once in a process, or in the one that it is a fork of."""
+    """Call once in a process, or in the one from which it is forked."""
     if not (size := float(os.environ.get(VARIABLE, 0))):
         return
     values_at = initialize._values_at

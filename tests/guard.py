@@ -1,4 +1,4 @@
-"""Cleans up after a run of the tests, however it ends: a process beside pytest that outlives it for a moment.
+"""Cleans up after a run of the tests, however it ends: a separate process that outlives pytest for a moment.
 
     python tests/guard.py PARENT FOLDER MARK
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "TITANLITE_TESTS"
-_EVERY = 0.25  # seconds between two looks at the parent
+_EVERY = 0.25  # seconds between checks of the parent
 _PATIENCE = 5.0  # seconds for trackers to end by themselves
 
 
@@ -37,7 +37,9 @@ def marked(mark: str, variable: str = VARIABLE) -> list[int]:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether a process is multiprocessing's, that removes semaphores and shared memory when all that used them are gone."""
+    """Whether a process is multiprocessing's resource tracker, which removes semaphores and shared memory after their last
+    user.
+    """
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -46,7 +48,7 @@ def is_tracker(pid: int) -> bool:
 
 def clean(folder: Path, mark: str) -> None:
     until = time.monotonic() + _PATIENCE
-    while left := marked(mark):  # again, for those that were started meanwhile
+    while left := marked(mark):  # repeatedly, for processes started meanwhile
         for pid in left:
             if not is_tracker(pid) or time.monotonic() > until:
                 with suppress(ProcessLookupError):
@@ -61,6 +63,6 @@ def clean(folder: Path, mark: str) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what ends the tests must not end this
+        signal.signal(number, signal.SIG_IGN)  # signals that end the tests must not end this process
     wait_for_the_end_of(int(sys.argv[1]))
     clean(Path(sys.argv[2]), sys.argv[3])

@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's format, written by transformers with random weights, and what to hold against them."""
+"""Folders in Hugging Face's format, written by transformers with random weights, and comparisons with them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from titanlite.tools import import_hf
 from titanlite.transforms.initialize import materialize
 
 NORM = "model.norm.weight"
-# (model.name, model.flavor) of every family, in sizes that a test can hold: a new family needs an entry, no test
+# (model.name, model.flavor) of every family, in test sizes: a new family needs an entry here, but no test
 CASES = [
     ("tests.tiny", "plain"),
     ("tests.tiny", "tied"),
@@ -44,7 +44,7 @@ CASES = [
 
 def their_model(family: Family) -> nn.Module:
     """transformers' model of a family's configuration, with random weights in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which the ranks of a pool need not spend
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which the ranks of a pool do not need to spend
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -57,7 +57,7 @@ def their_model(family: Family) -> nn.Module:
 
 
 def of_files(module: ModuleType, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Our parameter from the tensors of files: one of them, or a stack of one for each expert."""
+    """Our parameter from tensors in files: one tensor, or a stack with one for each expert."""
     their = their_name(module, name)
     parts = [part.view(tensors[part.name]) for part in each_expert(their, parameter.shape)]
     return torch.stack(parts) if "{e}" in their else parts[0]
@@ -71,7 +71,7 @@ def write(folder: Path, name: str, flavor: str, dtype: torch.dtype = torch.float
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder, by the library's own reader."""
+    """Every tensor of a folder, by safetensors' own reader."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
@@ -81,7 +81,7 @@ def import_here(source: Path, output: Path, model: str) -> None:
 
 
 def describe(folder: Path, layers: int) -> None:
-    """A config.json of a Llama that is mostly layers, each of 12.6 million parameters."""
+    """A config.json of a Llama whose parameters are mostly in layers of 12.6 million each."""
     config = llama3.Config(1024, layers, n_heads=8, n_kv_heads=8, head_dim=128, ffn_dim=2730, vocab_size=512)
     (folder / "config.json").write_text(json.dumps(llama3.to_hf(config)))
 
@@ -97,7 +97,7 @@ def read(folder: Path, name: str, flavor: str, exclude: list[str] | None = None)
 
 
 def assert_logits_agree(ours: nn.Module, theirs: nn.Module, vocabulary: int) -> None:
-    """A model of ours and one of transformers give the same logits."""
+    """Asserts that our model and transformers' give the same logits."""
     tokens = torch.randint(vocabulary, (2, 48), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found, expected = ours.head(ours(tokens, SeqInfo(torch.arange(48).expand(2, 48)))), theirs(tokens).logits
@@ -118,7 +118,7 @@ def change_json(file: Path, **values) -> None:
 
 
 def remove(*names: str) -> Callable[[Path], None]:
-    """What removes tensors from a folder, and from its index."""
+    """A function that removes tensors from a folder and its index."""
 
     def damage(folder: Path) -> None:
         for name in names:
@@ -131,5 +131,5 @@ def remove(*names: str) -> Callable[[Path], None]:
 
 
 def replace(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    """What changes one tensor of a folder."""
+    """A function that changes one tensor of a folder."""
     return lambda folder: change(folder, name, lambda tensors: tensors.update({name: how(tensors[name])}))

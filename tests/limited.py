@@ -1,4 +1,4 @@
-"""Little memory, processor time or disk for what a test does."""
+"""Limits memory, CPU time or disk space of a test."""
 
 import os
 import resource
@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_limited(module: str, call: str, folder: Path, seconds: int = 100) -> str:
-    """Evaluates a call of a module's function in `folder`; -> what it printed.
+    """Evaluates a call of a module's function in `folder`; -> its output.
 
-    The kernel ends it after so many seconds of processor time. Fails with its last lines unless it exits with 0.
+    The kernel ends it after this many seconds of CPU time. Fails with its last lines unless it exits with 0.
     """
     code = f"import resource; resource.setrlimit(resource.RLIMIT_CPU, ({seconds},) * 2); import {module}; {module}.{call}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -27,7 +27,7 @@ def run_limited(module: str, call: str, folder: Path, seconds: int = 100) -> str
 
 @contextmanager
 def disk(folder: Path, options: str) -> Iterator[Path]:
-    """A disk of its own, with these options of tmpfs; skips the test where mounting one is not allowed."""
+    """A separate disk, with these options of tmpfs; skips the test if mounting is not allowed."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("nobody but root mounts a disk, and some containers do not let root either")
@@ -38,6 +38,6 @@ def disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 def leave_memory(size: int) -> None:
-    """From now on this process can map only so many bytes more."""
+    """From now on this process can map only this many more bytes."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + size, resource.RLIM_INFINITY))

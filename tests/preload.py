@@ -1,6 +1,7 @@
-"""What ranks of pools and the commands of tests/end_to_end/forked.py need, imported once, in the process they are forks of.
+"""Imports for ranks of pools and the commands of tests/end_to_end/forked.py, done once in the process from which they are
+forked.
 
-A start of Python that imports all this takes seconds. It must neither start threads nor make groups: a fork would lose them.
+A start of Python with these imports takes seconds. They must not start threads or create groups: a fork would lose them.
 """
 
 import torch._dynamo

@@ -1,4 +1,4 @@
-"""Makes folders of quantized weights, and dequantizes them in code of its own, from the published formulas."""
+"""Writes folders of quantized weights, and dequantizes them independently, from the published formulas."""
 
 import json
 from pathlib import Path
@@ -58,9 +58,9 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def write_float8(folder: Path, source: Path, block: tuple[int, int] = (16, 24)) -> dict[str, Tensor]:
-    """A folder like another, with its matrices in float8, as DeepSeek-V3's is; -> the bfloat16 and float32 values of all.
+    """A copy of a folder with its matrices in float8, as in DeepSeek-V3; -> the bfloat16 and float32 values of all tensors.
 
-    Biases of routers, which another folder may have as zeros, are numbers that bfloat16 does not hold.
+    Router biases, which the original may have as zeros, get values that bfloat16 cannot represent.
     """
     stored, values = {}, {}
     for name, tensor in tensors_of(source).items():
@@ -88,7 +88,7 @@ def write(folder: Path, source: Path, tensors: dict[str, Tensor], quantization: 
 
 
 def write_alone(folder: Path, tensors: dict[str, Tensor], quantization: dict) -> Path:
-    """A folder of some tensors that are no model."""
+    """A folder of some tensors that do not form a model."""
     save_file(tensors, folder / SINGLE)
     (folder / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": quantization}))
     return folder

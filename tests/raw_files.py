@@ -1,4 +1,4 @@
-"""Files of text, JSON lines and tables for tests, and what the readers make of them."""
+"""Files of text, JSON lines and tables for tests, and the readers' results."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def json_lines(texts: list[str]) -> bytes:
 
 
 def write_packed(path: Path, content: bytes) -> Path:
-    """A file that is compressed as its name says."""
+    """A file that is compressed according to its name."""
     packed = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, lambda content: content)(content)
     path.write_bytes(packed)
     return path
@@ -51,7 +51,7 @@ def contents(*names: object, text_key: str = "text") -> list[object]:
 
 
 def faults_in(name: object, text_key: str = "text") -> list[tuple[str, str]]:
-    """(place in words, reason) of what is no document, over all parts."""
+    """(location as text, reason) of each entry that is not a document, over all parts."""
     return [
         (describe_location(*where(part, found.location)), found.reason)
         for part in list_inputs([str(name)])[0].parts

@@ -1,4 +1,4 @@
-"""A set of 10^12 tokens in 10^9 documents that takes no room: a thousand names of one shard, whose ids are a hole."""
+"""A dataset of 10^12 tokens in 10^9 documents that takes no disk space: a thousand names of one shard, whose ids are a hole."""
 
 import os
 import time
@@ -12,12 +12,12 @@ from titanlite.data.indexed import path_of
 from titanlite.data.prepare.shards import write_index
 from titanlite.registry.family import vocabulary_of
 
-SHARDS, DOCUMENTS, TOKENS = 1000, 10**6, 10**9  # the last two of each shard
+SHARDS, DOCUMENTS, TOKENS = 1000, 10**6, 10**9  # the last two per shard
 STEP = 1_000_000
 
 
 def write(folder: Path) -> None:
-    """The set as a folder of Megatron's pairs: 20 MB of index, and nothing else on the disk."""
+    """The dataset as a folder of Megatron's pairs: 20 MB of index, and nothing else on the disk."""
     first = folder / "00000"
     write_index(first, np.dtype(np.uint16), np.full(DOCUMENTS, TOKENS // DOCUMENTS, np.int32))
     with open(path_of(first, "bin"), "wb") as file:
@@ -28,7 +28,7 @@ def write(folder: Path) -> None:
 
 
 def measure(folder: Path, assets: str, mask: bool) -> dict[str, float]:
-    """Opens the set and reads the step: seconds of both, and MB of resident memory, in all and added."""
+    """Opens the dataset and reads the step: seconds of both, and MB of resident memory, total and added."""
     from titanlite.data.mixture import open_data
 
     training = {"dataset_path": str(folder), "seq_len": 8192, "global_batch_size": 64, "document_mask": mask}
@@ -53,6 +53,6 @@ def measure(folder: Path, assets: str, mask: bool) -> dict[str, float]:
 
 
 def _memory(name: str) -> float:
-    """MB of this process; unlike getrusage, without what it was before it became this program."""
+    """MB of this process; unlike getrusage, excluding the time before exec."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith(name)) * 1024 / 1e6

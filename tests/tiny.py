@@ -1,4 +1,4 @@
-"""Small flavors of Llama 3 for the tests, as a user would add them: a module of one's own, found by its dotted name."""
+"""Small flavors of Llama 3 for the tests, as a user would add them: an own module, found by its dotted name."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The tiny Llama whose logits are made in chunks of at most 100 tokens."""
+"""The tiny Llama whose logits are computed in chunks of at most 100 tokens."""
 
 from models import llama3
 from models.head import Sizes

@@ -1,4 +1,4 @@
-"""A hybrid: attention, linear attention that keeps a state for each token, feed-forward alone, in the order of `pattern`."""
+"""A hybrid: attention, linear attention with a state per token, and feed-forward-only layers, in the order of `pattern`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ _HEAD = 8
 
 @dataclass(frozen=True)
 class Config:
-    """pattern: a letter for each layer: a, attention; w, attention in a window; l, linear attention; m, feed-forward alone."""
+    """pattern: a letter for each layer: a, attention; w, attention in a window; l, linear attention; m, feed-forward only."""
 
     pattern: str
     dim: int = 64
@@ -72,7 +72,7 @@ class Model(Decoder):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """Layer by layer, as a hybrid's author may write it."""
+    """Layer by layer, as an author of a hybrid may write it."""
     table = {"embed": "vocab", "layers.*.norm": "sequence", "head.norm": "sequence", "head.output": "vocab"}
     for number, kind in enumerate(config.pattern):
         column, row = ("w[13]", "w2") if kind == "m" else ("w[qkv]", "wo")

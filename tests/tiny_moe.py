@@ -1,7 +1,7 @@
-"""MoE models with every kind of router, for the tests: as Qwen 3 has it, and as DeepSeek-V3 has it.
+"""MoE models with every kind of router, for the tests: as in Qwen 3, and as in DeepSeek-V3.
 
-Routers begin with large weights, so that the best experts of a token are clearly better than the next one: the choice must not
-depend on rounding where meshes are compared.
+Routers start with large weights, so that the best experts of a token clearly beat the next one: routing must not depend on
+rounding when meshes are compared.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Config(qwen3_moe.Config):
     groups: int = 1
     top_groups: int = 1
     bias: bool = False
-    shared_dim: int = 0  # of the expert that every token uses; 0: there is none
+    shared_dim: int = 0  # of the shared expert; 0: none
 
 
 _PLAIN = Config(64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=16, expert_dim=32, n_experts=8, top_k=2, vocab_size=512)
@@ -31,7 +31,7 @@ FLAVORS: dict[str, Config] = {
     "plain": _PLAIN,
     "shared": dataclasses.replace(_PLAIN, score="sigmoid", scale=1.5, bias=True, shared_dim=48),
     "grouped": dataclasses.replace(_PLAIN, score="sigmoid", groups=4, top_groups=2, top_k=3, normalised=False),
-    "three": dataclasses.replace(_PLAIN, n_experts=3),  # 2 ranks split each of them
+    "three": dataclasses.replace(_PLAIN, n_experts=3),  # 2 ranks split each expert
     "large": dataclasses.replace(_PLAIN, score="sigmoid", bias=True, shared_dim=48, vocab_size=4096),  # default tokenizer
 }
 

@@ -1,4 +1,4 @@
-"""Tiny Llamas that a fork might become: with a frozen part, with a part that nothing uses, with a buffer that counts."""
+"""Tiny Llamas as unusual forks: with a frozen part, with an unused part, with a buffer that counts."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ FLAVORS = {"frozen": SIZES["plain"], "unused": SIZES["tied"], "counting": SIZES[
 
 
 class Model(llama3.Model):
-    """Which one it is follows from the size, since a flavor is no more than that."""
+    """The size determines which one it is, since a flavor has nothing else."""
 
     def __init__(self, config: Config):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""The tiny Llama with two tokens that ruin a batch: one makes its loss not a number, one only its gradients."""
+"""The tiny Llama with two tokens that spoil a batch: one makes the loss NaN, the other only the gradients."""
 
 import torch
 from torch import Tensor

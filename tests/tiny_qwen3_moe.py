@@ -1,4 +1,4 @@
-"""Small flavors of Qwen 3's mixtures for the tests."""
+"""Small flavors of Qwen 3's MoE models for the tests."""
 
 import dataclasses
 

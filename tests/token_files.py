@@ -1,4 +1,4 @@
-"""Token files that tests make, and data of them without a tokenizer."""
+"""Token files for tests, and their data without a tokenizer."""
 
 import atexit
 import functools
@@ -48,7 +48,7 @@ def opened(file: TokenFile | list[TokenFile], name: str = "tests", foreign: bool
 
 
 def data_of(documents: Sequence[Any], config: Config, vocabulary: int, bytes_a_token: int = 1, losses=None) -> Data:
-    """One source of these documents, in a file that goes with the process."""
+    """One source of these documents, in a file that is removed with the process."""
     name = hashlib.blake2b(repr([np.asarray(d).tobytes() for d in documents]).encode()).hexdigest()[:24]
     file = write_file(_folder() / name, documents, vocabulary, losses)
     return mix_of([opened(file)], config, vocabulary, bytes_a_token)
@@ -64,6 +64,6 @@ def documents_of(file: TokenFile) -> list[list[int]]:
 
 
 def write_jsonl(path: Path, texts: list[str] = TEXTS) -> Path:
-    """A text a line; -> the file."""
+    """One text per line; -> the file."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path

@@ -1,7 +1,7 @@
-"""The keys of the 23 TOML files of torchtitan 0.2.2, but for job.description, with values.
+"""The keys of the 23 TOML files of torchtitan 0.2.2, except job.description, with values.
 
-A letter of FILES stands for a file; a line of SETTINGS is a key, the files that set it, and its value there. Of numbers, paths
-and switches that are copied as they are, all files that set one have the value of the first.
+A letter of FILES means a file; a line of SETTINGS is a key, the files that set it, and its value there. Numbers, paths and
+switches that are copied unchanged have the value of the first file in all files.
 """
 
 import json
@@ -173,5 +173,5 @@ def settings(file: str) -> dict[str, object]:
 
 
 def toml(file: str) -> str:
-    """A file as TOML text; every key with its whole name."""
+    """A file as TOML text; every key with its full name."""
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings(file).items())

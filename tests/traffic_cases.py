@@ -8,12 +8,12 @@ from titanlite.config.schema import Config
 
 
 class Case(NamedTuple):
-    """A mesh, and what is special about the step on it."""
+    """A mesh, and the special features of its step."""
 
     degrees: dict[str, int]
     flavor: str = "plain"
     accumulation: int = 1
-    reduced: str = "none"  # what is computed again
+    reduced: str = "none"  # what is recomputed
     name: str = "tests.tiny"
     parallelism: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ CASES = {
     "vocabulary 515, 2 x 2": Case(BOTH, "uneven"),
 }
 
-# whose traffic no formula gives
+# no formula gives their traffic
 COUNTED = {
     "shard 2, four microbatches, reduced once": Case(SHARD, accumulation=4, parallelism=LATE),
     "2 x 2, Muon": Case(BOTH, "deep", others={"optimizer": {**MUON["optimizer"], "implementation": "for-loop"}}),
@@ -94,7 +94,7 @@ COUNTED = {
     "context 2 x tp 2, heads exchanged": Case({"cp": 2, "tp": 2}, parallelism=HEADS),
 }
 
-# From shapes and degrees, on the CPU: collective, mesh dimensions, ranks -> calls and bytes of the whole tensors in a step.
+# From shapes and degrees, on the CPU: collective, mesh dimensions, ranks -> calls and bytes of the full tensors in a step.
 EXPECTED: dict[str, dict[str, tuple[int, int]]] = {
     "shard 2": {
         "all-gather dp_shard 2": (6, 755_968),

@@ -1,4 +1,4 @@
-"""Every kind of file that others may have written: a sound one, and what a command reads of it."""
+"""Every kind of file that others may have written: a valid one, and what a command reads from it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -51,10 +51,11 @@ def _same(content: bytes) -> bytes:
 class Kind:
     """A kind of file.
 
-    file: its path in the folder into which `write` writes all that `read` needs there as the working folder. limit: bytes, 0
-    where there is none. lines: .jsonl. optional: nothing in its place is right. any_text: every text is right. cut_is_right: a
-    part may be. sealed: no changed bit is accepted. named: a pattern of what a message names, if not the file. right_texts: of
-    JSON. contradictions: changes of sound JSON that must be refused. unsealed, sealed_again: remove and write a checksum.
+    file: its path in the folder into which `write` writes everything that `read` needs in its working folder. limit: bytes, 0
+    if there is none. lines: .jsonl. optional: the file may be missing. any_text: every text is valid. cut_is_right: a truncated
+    file may be valid. sealed: no changed bit is accepted. named: a pattern of what a message names, if not the file.
+    right_texts: valid JSON texts. contradictions: changes of valid JSON that must be refused. unsealed, sealed_again: remove
+    and write a checksum.
     """
 
     title: str
@@ -420,7 +421,7 @@ def _unsealed(content: bytes) -> bytes:
 
 
 def _sealed(content: bytes) -> bytes:
-    """A manifest with these values, as one who knows how would forge it."""
+    """A manifest with these values, as a knowledgeable attacker would forge it."""
     try:
         body = json.dumps(json.loads(content), indent=1)
     except (ValueError, RecursionError):

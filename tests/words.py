@@ -15,7 +15,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *(file for file in sorted((ROOT / "docs").rglob("*.md")) if file != LIST),
 ]
-CODE = re.compile(  # what stands in a page as code, the targets of links, and tables that a command writes
+CODE = re.compile(  # code in a page, targets of links, and tables that a command writes
     r"<!-- made by[\s\S]*<!-- made by|^ {4}.*|^```[\s\S]*?^```|`[^`]*`|\]\([^)]*\)", re.MULTILINE
 )
 

@@ -1,4 +1,4 @@
-"""What your own code must offer when a key of the configuration names it as "package.module:name".
+"""The interface of your own code, which a configuration key names as "package.module:name".
 
 Your code need not import titanlite; these protocols say how it is called. Its options are keyword arguments, from the
 table `options` of the same section. titanlite calls it on every rank, and the checks call it before any rank starts.
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # One row of a batch: its ids, or a tuple of its ids, its loss mask and the ends of its documents; the last two may be None or
 # left out. ids: 1 to seq_len + 1 integers, as a list, an array or a tensor; the labels are the ids, one position on, and a
-# shorter row is padded. loss mask: a bool for each id, True where it is a label. ends: rising numbers of ids after which a
+# shorter row is padded. loss mask: a bool for each id, True where it is a label. ends: increasing counts of ids after which a
 # document ends, for training.document_mask.
 Row = Sequence[int] | tuple[Sequence[int], Sequence[bool] | None, Sequence[int] | None]
 
@@ -28,10 +28,10 @@ class Decay(Protocol):
     """
 
     def __call__(self, step: int, start: int, end: int) -> float:
-        """The share of the decaying rate that is left at a step, from 1.0 down to 0.0.
+        """The fraction of the decaying rate that is left at a step, from 1.0 down to 0.0.
 
-        The rate is lr * (min_lr_factor + (1 - min_lr_factor) * share). step: counted from 1. start: the last step at the full
-        rate, 0 where a run has no warm-up. end: the first step at the minimum, after which the share stays what it is there:
+        The rate is lr * (min_lr_factor + (1 - min_lr_factor) * fraction). step: counted from 1. start: the last step at the
+        full rate, 0 where a run has no warm-up. end: the first step at the minimum, after which the fraction stays constant:
         the last step of the schedule, or with min_lr_factor = 0 the step after it.
         """
         ...
@@ -57,15 +57,15 @@ class TokenLoss(Protocol):
 
 
 class Map(Protocol):
-    """`training.dataset`, and `path` of `training.sources`; those of `validation` too: data whose samples have numbers.
+    """`training.dataset`, and `path` of `training.sources`; those of `validation` too: a map-style dataset.
 
     class Map: def __init__(self, [seq_len,] **options)
 
     A class, or a function that returns such an object; `seq_len` is passed where it is an argument. Every rank and every data
     worker makes an object of its own by this name, so that it need not be pickled, and reads any samples in any order: `read`
     must be a function of `i` and the options. With `__len__` it has epochs, each in an order of its own; without, sample i is
-    the i-th that is drawn. An attribute `fingerprint`, a text, may identify what else it reads, such as files: a resume with
-    another one is refused.
+    the i-th that is drawn. An attribute `fingerprint`, a string, may identify what else it reads, such as files: a resume with
+    another fingerprint is refused.
     """
 
     def read(self, i: int) -> Row:
@@ -74,7 +74,7 @@ class Map(Protocol):
 
 
 class Stream(Protocol):
-    """`training.dataset`: data whose rows follow each other. A torch IterableDataset, a node of torchdata, or any such object.
+    """`training.dataset`: an iterable-style dataset: a torch IterableDataset, a node of torchdata, or any such object.
 
     class Stream: def __init__(self, rank, degree, [seq_len,] **options)
 
@@ -88,7 +88,7 @@ class Stream(Protocol):
         ...
 
     def state_dict(self) -> Any:
-        """The state after the last row: numbers, texts, None, lists, dicts with texts as keys; it is in every checkpoint."""
+        """The state after the last row: numbers, strings, None, lists, dicts with string keys; every checkpoint stores it."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
@@ -102,8 +102,8 @@ class Metric(Protocol):
     def metric(model, microbatches, **options) -> dict[str, float | tuple[float, float]]
 
     Every rank calls it at reports, after validation, without gradients and dropout. NAME is reported as extra/NAME: the sum
-    over ranks divided by the count over ranks, null where that is not finite. A pair (sum, count) gives the mean of what was
-    counted, on every mesh the same where all that a name counts has as many copies; a number is the pair (number, 1).
+    over ranks divided by the count over ranks, null where that is not finite. A pair (sum, count) gives a mean, which is the
+    same on every mesh if all counted items have equally many copies; a number is the pair (number, 1).
     """
 
     def __call__(self, model: "nn.Module", microbatches: Sequence[Any]) -> "dict[str, float | tuple[float, float]]":
@@ -111,8 +111,8 @@ class Metric(Protocol):
 
         microbatches: this rank's part of the step. Each has inputs (batch, seq) int64, labels (batch, seq) int64 with -100
         where there are none, and seq, so that model(each.inputs, each.seq) is the forward pass. In a pipeline the model cannot
-        be called, and model.pipeline.evaluate(microbatches) runs the forward passes of all. All ranks run the same forward
-        passes, or none: FSDP gathers parameters from all of them.
+        be called; model.pipeline.evaluate(microbatches) runs all forward passes. All ranks must run the same forward passes, or
+        none: FSDP gathers parameters from all ranks.
         """
         ...
 
@@ -120,9 +120,9 @@ class Metric(Protocol):
 class Hooks(Protocol):
     """`hooks.modules`: a module with any of these functions, without `self`.
 
-    Every rank calls them at the same points, so they may use collectives. An exception ends the run. Code that moves weights is
-    part of what is computed: it must do the same on every mesh, and may keep no state, which no checkpoint has. `titanlite
-    replay` and `verify` call the first two.
+    Every rank calls them at the same points, so they may use collectives. An exception ends the run. Code that changes weights
+    must do the same on every mesh, and must not keep state, since checkpoints do not store it. `titanlite replay` and `verify`
+    call the first two.
     """
 
     def after_building(self, model: "nn.Module", config: object) -> None:
@@ -131,15 +131,15 @@ class Hooks(Protocol):
         ...
 
     def after_step(self, step: int, model: "nn.Module", optimizer: "optim.Optimizer") -> None:
-        """After each optimizer step, also one that was skipped. Gradients are cleared. step: counted from 1."""
+        """After each optimizer step, also a skipped one. Gradients are cleared. step: counted from 1."""
         ...
 
     def at_report(self, step: int, values: dict[str, Any]) -> "dict[str, float | tuple[float, float]] | None":
-        """At each report, of whose values it gets a copy; may return more numbers, as a `Metric`."""
+        """At each report, with a copy of its values; may return more numbers, as a `Metric` does."""
         ...
 
     def at_save(self, step: int, folder: Path) -> None:
-        """After a checkpoint was handed to the disk. folder: its final path; with checkpoint.async_mode it appears later."""
+        """After a checkpoint was written. folder: its final path; with checkpoint.async_mode it appears later."""
         ...
 
 
@@ -152,13 +152,13 @@ class Optimizer(Protocol):
     params: groups, each a dict with pairs (name, parameter) in "params", its "weight_decay" if the class takes one, and more.
     lr and weight_decay belong in the defaults given to `torch.optim.Optimizer.__init__`; `group["lr"]` is set before each
     step. On a mesh, parameters and gradients are DTensors. Gradients are float32, averaged and clipped. `group` is passed where
-    it is an argument: the process group of the ranks that have the same layers, None where all have.
+    it is an argument: the process group of the ranks with the same layers, None if all ranks have the same.
     """
 
     def step(self, closure: None = None) -> None:
         """Updates every parameter from its `grad`, which is never None.
 
-        `self.state[parameter]` holds all that lasts from step to step: tensors of the parameter's shape (`torch.zeros_like`),
-        or 0-d. The first step makes them, for all parameters.
+        `self.state[parameter]` holds everything that persists between steps: tensors of the parameter's shape
+        (`torch.zeros_like`), or 0-d. The first step creates them, for all parameters.
         """
         ...

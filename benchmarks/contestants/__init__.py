@@ -1,8 +1,8 @@
-"""The contestants by name. To add one: a file in this folder with `build(job) -> step`, and a line in the table.
+"""The contestants by name. To add one: a file in this folder with `build(job) -> step`, and a row in the table.
 
-step(tokens (accumulate, batch, seq + 1) int64, on the job's device) does one whole optimizer step on them and returns their
-mean loss, a () tensor, without a host sync: forward, backward, the gradient's norm clipped to job.max_norm, AdamW with the
-job's constants and a constant rate, decay only for parameters of two dimensions. The model starts from job.weights().
+step(tokens (accumulate, batch, seq + 1) int64, on the job's device) does one optimizer step on them and returns their mean
+loss, a () tensor, without a host sync: forward, backward, the gradient norm clipped to job.max_norm, AdamW with the job's
+constants and a constant rate, decay only for parameters of two dimensions. The model starts from job.weights().
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Contestant(NamedTuple):
     keys: dict[str, Any] = {}  # noqa: RUF012  its file reads them as job.keys
 
 
-# A peer's plain name is what its documentation recommends for speed: compiled.
+# A peer's plain name is the setup that its documentation recommends for speed: compiled.
 CONTESTANTS: dict[str, Contestant] = {
     "titanlite": Contestant("titanlite"),
     "titanlite-eager": Contestant("titanlite", compiled=False),
@@ -34,4 +34,4 @@ CONTESTANTS: dict[str, Contestant] = {
     "fabric": Contestant("fabric", ("lightning",)),
     "fabric-eager": Contestant("fabric", ("lightning",), compiled=False, float32_logits=True),
 }
-MATMUL = Contestant("matmul", compiled=False)  # part of every run: a large product, the reference for all speeds
+MATMUL = Contestant("matmul", compiled=False)  # part of every run: a large matmul, the reference for all speeds

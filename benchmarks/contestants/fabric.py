@@ -1,4 +1,4 @@
-"""Lightning's Fabric around the plain model: its precision, its backward pass, its clipping, its wrapper of the optimizer."""
+"""Lightning's Fabric around the plain model: its precision, backward pass, clipping and optimizer wrapper."""
 
 from collections.abc import Callable
 

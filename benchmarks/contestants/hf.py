@@ -1,7 +1,7 @@
 """Hugging Face's Trainer around LlamaForCausalLM: its own training loop, `Trainer.train`, with our batches.
 
-The loop runs in its own thread: it waits in its data loader until `step` provides the next batch; a callback reports the end of
-the optimizer step. So the timing includes everything in a user's step except reading data and logging.
+The loop runs in its own thread: its data loader waits until `step` provides the next batch; a callback reports the end of the
+optimizer step. So the time includes everything in a user's step except reading data and logging.
 """
 
 import queue
@@ -54,9 +54,9 @@ class _Trainer(transformers.Trainer):
 
 def build(job: Job) -> Callable[[Tensor], Tensor]:
     amp = job.amp
-    # without a cache of keys and values, which is for generation; with recomputation it causes a warning
+    # no KV cache, which is for generation and causes a warning with recomputation
     config = transformers.LlamaConfig.from_pretrained(job.folder, use_cache=False)
-    with torch.device(job.device):  # a GPU makes its own initial values, which `load` replaces, in no time
+    with torch.device(job.device):  # a GPU computes initial values, which `load` replaces, quickly
         model = transformers.LlamaForCausalLM._from_config(config, dtype=job.dtype, attn_implementation="sdpa")
     load(model, job.weights())
     arguments = transformers.TrainingArguments(

@@ -18,12 +18,12 @@ CONFIG = "config.json"
 
 
 class Unfit(Exception):
-    """A contestant does not support a job; the text says what it lacks. It is left out, which is not a failure."""
+    """A contestant does not support a job; the message says why. It is left out, which is not a failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One contestant's work."""
+    """The job of one contestant."""
 
     module: str  # its file in this folder
     folder: str  # of config.json, the dimensions in Hugging Face's format, and of what contestants write
@@ -34,7 +34,7 @@ class Job:
     accumulate: int = 1  # passes in one optimizer step
     threads: int = 1  # of each rank
     compiled: bool = True
-    recompute: str = "none"  # or "full": of each block only its input is kept for the backward pass
+    recompute: str = "none"  # or "full": only the input of each block is kept for the backward pass
     lr: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -44,7 +44,7 @@ class Job:
     seed: int = 0
     rank: int = 0
     ranks: int = 1
-    keys: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of this contestant alone
+    keys: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of this contestant only
 
     @property
     def model(self) -> llama3.Config:
@@ -72,7 +72,7 @@ class Job:
     def tokens(self, step: int) -> Tensor:
         """The batch of a step, (accumulate, batch, seq + 1) int64 on the CPU, the same for all and different every step.
 
-        Token t has a probability of about 1 / (t + 1), Zipf's law, so the model learns something from the first step on: with
+        Token t has a probability of about 1 / (t + 1), Zipf's law, so that the model learns from the first step on: with
         uniform tokens, a contestant whose optimizer does nothing would agree with all others.
         """
         generator = torch.Generator().manual_seed(self.seed + step)
@@ -84,7 +84,7 @@ class Job:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """titanlite's initial weights by Hugging Face's names, one at a time, in `dtype` on the device.
 
-        They are computed: in a file, those of 8B would be 32 GB to write, and to read at the start of every turn.
+        They are computed: a file for 8B would have 32 GB, which every turn would read at its start.
         """
         family = Family(llama3, self.model)
         model = family.on_meta()

@@ -62,7 +62,7 @@ def _config(job: Job) -> Config:
 
 
 def _weights(job: Job) -> Iterator[tuple[str, Tensor]]:
-    """The weights by litgpt's names, which has queries, keys and values of a layer in one matrix."""
+    """The weights by litgpt's names; it stores queries, keys and values of a layer in one matrix."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in job.weights():
         layer, _, kind = name.partition(".self_attn.")

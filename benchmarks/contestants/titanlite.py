@@ -1,7 +1,7 @@
-"""titanlite as its training loop runs it: the same parts in the same order, on a Config made from options.
+"""titanlite as in its training loop: the same parts in the same order, on a Config made from options.
 
-job.keys: "options", a list of words such as ["--compile.components", "model"]; "fsdp", true for FSDP2 on one
-rank too, where the framework skips it.
+job.keys: "options", a list of words such as ["--compile.components", "model"]; "fsdp", true for FSDP2 even on one rank, where
+the framework skips it.
 """
 
 import gc
@@ -60,7 +60,7 @@ def config_of(job: Job) -> Config:
 
 
 def recomputed(job: Job) -> float | None:
-    """The share of the blocks' forward pass that is recomputed; None if blocks are recomputed in part."""
+    """The share of the blocks' forward pass that is recomputed; None if blocks are recomputed partially."""
     config = config_of(job)
     cfg = config.activation_checkpoint
     if cfg.mode in ("none", "full"):
@@ -99,6 +99,6 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
 
 
 def _with_fsdp(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """`build_model` with FSDP2 on one rank too, where the framework skips it."""
+    """`build_model` with FSDP2 even on one rank, where the framework skips it."""
     with mock.patch.object(order, "needs_fsdp", lambda *_: True):
         return build_model(family, config, mesh, device)

@@ -1,8 +1,8 @@
-"""torchtitan's own Trainer and its `train_step`, with its llama3 model in our dimensions, compiled block by block and the loss.
+"""torchtitan's own Trainer and its `train_step`, with its llama3 model in our dimensions, with compiled blocks and loss.
 
-On one device it applies no FSDP2 and computes bfloat16 with autocast, by its own choice. Its tokenizer and data loader are
-left out: `step` passes the batches to its `batch_generator`. It does not support CPUs: there the accelerator is set to
-"cpu", and its device memory monitor, which only reports, is replaced by one that reports nothing.
+On one device torchtitan does not apply FSDP2, and computes bfloat16 with autocast. Its tokenizer and data loader are left out:
+`step` passes the batches to its `batch_generator`. It does not support CPUs: there the accelerator is set to "cpu", and its
+device memory monitor, which only reports, is replaced by one that reports nothing.
 """
 
 import os
@@ -78,12 +78,12 @@ def _model_args(job: Job) -> TransformerModelArgs:
         n_heads=c.n_heads,
         n_kv_heads=c.n_kv_heads,
         vocab_size=c.vocab_size,
-        # it computes the width of the feed-forward layer: a multiple of `multiple_of`, here the first one
+        # torchtitan computes the width of the feed-forward layer: a multiple of `multiple_of`, here the first one
         multiple_of=c.ffn_dim,
         ffn_dim_multiplier=1.5 / int(2 * 4 * c.dim / 3),
         norm_eps=c.norm_eps,
         rope_theta=c.rope_theta,
-        # it always scales: by 1 without scaling
+        # torchtitan always scales RoPE: by 1 without scaling
         rope_scaling_args=RoPEScalingArgs(1.0)
         if scaling is None
         else RoPEScalingArgs(scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions),

@@ -1,7 +1,7 @@
 """One contestant's process: reads a job and then commands, one JSON object per line, and answers each with one.
 
-Of titanlite it imports only what needs PyTorch and pydantic, for a peer's own environment. Only its answers go to standard
-output; the output of libraries goes to standard error.
+It imports only parts of titanlite that need PyTorch and pydantic, so that it runs in a peer's own environment. Only its answers
+go to standard output; the output of libraries goes to standard error.
 """
 
 import gc
@@ -40,13 +40,13 @@ def main() -> None:
         step = module.build(job)
         gc.collect()
         answer(did="build", memory=memory(job.device), recomputed=_recomputed(module, job))
-        forget_peak(job.device)  # making the weights belongs to the benchmark, not to the contestant
+        forget_peak(job.device)  # creating the weights belongs to the benchmark, not to the contestant
         for line in sys.stdin:
             command = json.loads(line)
             answer(did="run", **run(job, step, command["first"], command["steps"]), memory=memory(job.device))
     except Unfit as error:
         answer(did="unfit", reason=str(error))
-    except Exception:  # whatever a library raises: the driver reports it
+    except Exception:  # anything that a library raises: the driver reports it
         answer(did="fail", reason=traceback.format_exc())
         raise
 
@@ -57,7 +57,7 @@ def _recomputed(module: Any, job: Job) -> float | None:
 
 
 def run(job: Job, step: Callable[[Tensor], Tensor], first: int, steps: int) -> dict[str, Any]:
-    """Does steps `first`, `first` + 1, ...; batches are made before, and the host syncs with the device once, at the end."""
+    """Does steps `first`, `first` + 1, ...; batches are created before, and the host syncs with the device once, at the end."""
     batches = [job.tokens(number).to(job.device) for number in range(first, first + steps)]
     if job.device == "cuda":
         torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""What is to be measured when a GPU is at hand, in one resumable program: python -m benchmarks.gpu --help"""
+"""All measurements that need a GPU, in one resumable program: python -m benchmarks.gpu --help"""

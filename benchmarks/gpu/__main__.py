@@ -1,13 +1,13 @@
-"""All that is to be measured on a GPU, in the order of what each figure decides; benchmarks/README.md, "On a GPU".
+"""All measurements on a GPU, ordered by what their results decide; see benchmarks/README.md, "On a GPU".
 
-    python -m benchmarks.gpu --minutes 9       again and again, until it exits with 0
-    python -m benchmarks.gpu --rehearse        all of it on a CPU, with tiny sizes
-    python -m benchmarks.gpu --name H200 --parts memory      before there is a GPU: what needs none
+    python -m benchmarks.gpu --minutes 9       repeat until it exits with 0
+    python -m benchmarks.gpu --rehearse        everything on a CPU, with tiny sizes
+    python -m benchmarks.gpu --name H200 --parts memory      the parts that need no GPU
 
-Each part has a result file, written after each of its runs. A start repeats nothing that has a result, so that being cut off
-loses only the run at work. At its end it writes the page README.md beside them, which --page does too, after a kill.
+Each part has a result file, written after each of its runs. A start does not repeat runs that have a result, so an interruption
+loses only the current run. At its end it writes README.md next to the results; after a kill, --page does.
 
-Exit code 0: every run has a result; 1: so it is, and some failed; 75: time is over, start it again; 2: wrong options.
+Exit code 0: every run has a result; 1: every run has one, but some failed; 75: time is over, start it again; 2: wrong options.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.processes import ROOT
 from benchmarks.throughput import commit
 from titanlite.ground.files import replace_file
 
-_AGAIN = 75  # sysexits.h, EX_TEMPFAIL; the code of a stopped training run too
+_AGAIN = 75  # EX_TEMPFAIL of sysexits.h, as for a stopped training run
 _FREE_OF_GPU = ["memory"]
 
 
@@ -40,9 +40,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     names = [part.name for part in PARTS]
     add("--name", help="the results are in benchmarks/results/gpu_NAME; default: the GPU's name")
-    add("--results", type=Path, help="another folder of the results; a start goes on from what is there")
+    add("--results", type=Path, help="another folder of the results; a start continues from what is there")
     add("--work", type=Path, default=ROOT / "outputs" / "gpu", help="folder of logs, traces and run folders")
-    add("--minutes", type=float, help="stop before a run that may not end within so many minutes from now")
+    add("--minutes", type=float, help="stop before a run that may not end within this many minutes from now")
     add("--parts", default=",".join(names), help=f"some of {', '.join(names)}")
     add(
         "--runs",
@@ -73,7 +73,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def gpu_name() -> str:
-    """The driver's name of the first GPU; empty without one. PyTorch would take memory of the GPU to find it."""
+    """The driver's name of the first GPU; empty without one. PyTorch would allocate GPU memory to find it."""
     if shutil.which("nvidia-smi") is None:
         return ""
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -88,7 +88,7 @@ def load_results(folder: Path, parts: tuple[Part, ...] = PARTS) -> dict[str, dic
 
 
 def carry_on(parts: tuple[Part, ...], setting: RunIdentity, folder: Path, deadline: float, again: list[str]) -> bool:
-    """Does the runs that have no result -> whether all have one, or the deadline (time.monotonic()) is near.
+    """Does the runs that have no result -> True if all have one, False if the deadline (time.monotonic()) is near.
 
     again: patterns of PART/RUN whose results are discarded.
     """
@@ -107,17 +107,17 @@ def carry_on(parts: tuple[Part, ...], setting: RunIdentity, folder: Path, deadli
             if of_part <= 0:
                 reason = f"the part's {part.seconds} s were used up"
                 done[run.name] = {"status": "out of time", "reason": reason, "seconds": 0.0}
-            elif left < min(run.seconds, of_part) / 2:  # limits are several times what is expected
+            elif left < min(run.seconds, of_part) / 2:  # limits are several times the expected time
                 return False
             else:
                 say(f"{part.name}/{run.name} ...")
                 limit = min(run.seconds, of_part)
-                # with tiny sizes many runs are one and the same
+                # with tiny sizes many runs are identical
                 known = [each for runs in results.values() for each in runs.values()] if setting.rehearse else []
                 same = [each for each in known if each.get("command") == command_of(run, setting)]
                 result = same[0] if same else carry_out(run, part.name, setting, min(limit, left))
                 if result["status"] == "out of time" and left < limit:
-                    return False  # cut off, not slow: the next start repeats it
+                    return False  # interrupted, not slow: the next start repeats it
                 done[run.name] = result | commit()
             replace_file(folder / f"{part.name}.json", json.dumps(done, indent=1) + "\n")
             say(f"{part.name}/{run.name}: {done[run.name]['status']} {done[run.name].get('reason', '')}".rstrip())
@@ -148,7 +148,7 @@ def main(words: list[str] | None = None) -> int:
             return 128 + signal.SIGINT
         if not finished:
             write_page(args.results)
-            say("time is over; the same command goes on from here")
+            say("time is over; the same command continues from here")
             return _AGAIN
     say(str(write_page(args.results)))
     results = load_results(args.results)

@@ -1,4 +1,4 @@
-"""What a machine is and what its GPU can do at best, as JSON: python -m benchmarks.gpu.device FILE
+"""A machine, its versions and the best rates of its GPU, as JSON: python -m benchmarks.gpu.device FILE
 
 A large matmul in bfloat16 and a large copy bound every training run. Without a GPU they are measured on the CPU.
 """
@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "triton", "torchao", "transformers", "accelerate", "torcht
 
 
 def seconds_of(work: Callable[[], Any], device: str) -> list[float]:
-    """Seconds of each of some repetitions, after one more."""
+    """Seconds of each repetition, after one to warm up."""
     found = []
     for _ in range(_ROUNDS + 1):
         begin = time.perf_counter()

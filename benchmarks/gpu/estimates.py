@@ -17,7 +17,7 @@ FREE_GIB = 139  # of an H200
 
 
 def estimate_gib(run: Run, gpus: int, rehearse: bool) -> dict[str, float]:
-    """Predicted GiB of one GPU: in all, and by what holds them; and whether it fits."""
+    """Predicted GiB of one GPU: the total, and by kind; and whether they fit."""
     config = read_config(ROOT / "train_configs" / f"{run.config}.toml", words_of(options_of(run, rehearse)))
     memory = predict(config, max(gpus, run.gpus)).memory
     sizes = {"total": memory.total, **memory._asdict()}
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
-    known: dict[str, dict[str, float]] = {}  # by what is predicted from: a kernel of attention changes nothing
+    known: dict[str, dict[str, float]] = {}  # by the inputs of the prediction: the attention kernel has no effect
     found = {}
     for name, run in training_runs(PARTS).items():
         options = {key: value for key, value in options_of(run, args.rehearse).items() if key != "model.attention"}

@@ -35,7 +35,7 @@ class RouterCase(NamedTuple):
 
 
 class AttentionCase(NamedTuple):
-    """Sizes of attention that only FlexAttention computes on CUDA."""
+    """Sizes of an attention that only FlexAttention computes on CUDA."""
 
     heads: int
     kv_heads: int
@@ -60,7 +60,7 @@ def _milliseconds(work: Callable[[], None], device: str) -> float:
 
 
 def routers(device: str, cases: dict[str, RouterCase]) -> Milliseconds:
-    """Of bfloat16 matrices, as in training."""
+    """Milliseconds of routers with bfloat16 weights, as in training."""
     found: Milliseconds = {}
     for name, (tokens, dim, experts) in cases.items():
         x, weight = (torch.randn(rows, dim, device=device, dtype=torch.bfloat16) for rows in (tokens, experts))
@@ -80,7 +80,7 @@ def routers(device: str, cases: dict[str, RouterCase]) -> Milliseconds:
 
 
 def masked_attention(device: str, cases: dict[str, AttentionCase], length: int) -> Milliseconds:
-    """One sequence of one document, with the mask that training has and without it."""
+    """Milliseconds of one sequence of one document, with training's block mask and without."""
     found: Milliseconds = {}
     seq = SeqInfo(torch.arange(length, device=device)[None])
     for name, case in cases.items():

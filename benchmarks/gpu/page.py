@@ -17,7 +17,7 @@ _TOKENS = "tokens_per_second_per_device"
 
 
 def write_page(folder: Path) -> Path:
-    """README.md and its plot, from the results in a folder; -> the page."""
+    """Writes README.md and its plot from the results in a folder; -> the page."""
     files = {part.name: folder / f"{part.name}.json" for part in PARTS}
     results = {
         f"{part}/{name}": result
@@ -36,7 +36,7 @@ def write_page(folder: Path) -> Path:
 
 
 def lines(results: dict[str, Result], estimates: dict[str, dict[str, float]], plotted: bool = False) -> list[str]:
-    """The page. results: by PART/RUN; estimates: GiB by PART/RUN and what holds them."""
+    """The page. results: by PART/RUN; estimates: GiB by PART/RUN and kind."""
     device = _figures(results, "start/environment")
     title = device.get("gpu", "A rehearsal on a CPU" if device else "Not measured yet")
     found = [f"# {title}", "", *_facts(device, results)]
@@ -139,13 +139,13 @@ def training_rows(
 
 
 def _headroom(device: Result) -> float | None:
-    """The data sheet's rate of a GPU / that of a large matmul on it; None where one is unknown."""
+    """The data sheet's rate of a GPU / that of a large matmul on it; None if one is unknown."""
     peak = peak_flops_of(device.get("gpu", ""))
     return peak / device["matmul_flops"] if peak else None
 
 
 def _details(name: str, result: Result) -> list[str]:
-    """What a table does not show of one run: its command, and what is only of its kind."""
+    """Details of one run that no table shows: its command, and what only runs of its kind have."""
     found, f = [], result.get("figures", {})
     if "command" in result:
         found += [f"- {name}, {result['seconds']:.0f} s: `{result['command']}`"]
@@ -206,7 +206,7 @@ def _figures(results: dict[str, Result], name: str) -> dict[str, Any]:
 
 
 def _apart(name: str, results: dict[str, Result], estimates: dict[str, dict[str, float]]) -> float | None:
-    """How far a run's peak memory is above the estimate, as a share of it."""
+    """How far a run's peak memory is above the estimate, relative to the estimate."""
     peak, estimate = _figures(results, name).get("peak_memory_gib"), estimates.get(name, {}).get("total")
     return None if peak is None or not estimate else peak / estimate - 1
 

@@ -1,4 +1,4 @@
-"""The plan: parts in the order of what their figures decide, the runs of each, and the goals for one H200."""
+"""The plan: parts, ordered by what their results decide, their runs, and the goals for one H200."""
 
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ class Run(NamedTuple):
 
     name: str
     kind: str  # a key of KINDS in runs.py
-    seconds: int  # its limit, several times what is expected
+    seconds: int  # its limit, several times the expected time
     expected: int  # seconds on one H200, estimated: start, compilation, steps
     config: str = ""  # a training run's recipe, ...
     options: Options = {}  # noqa: RUF012  ... and its options; of another kind the words in "words"
-    needs: tuple[str, ...] = ()  # packages without which it is left out
-    gpus: int = 1  # with fewer it is left out
+    needs: tuple[str, ...] = ()  # required packages; if one is missing, the run is left out
+    gpus: int = 1  # with fewer GPUs, the run is left out
 
 
 class Part(NamedTuple):
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """A figure that the best run of a part must reach."""
+    """A result that the best run of a part must reach."""
 
     text: str
     runs: str  # a pattern of PART/RUN
@@ -37,7 +37,7 @@ class Goal(NamedTuple):
     at_least: float
 
 
-# Without checkpoints, of which 8B would write 48 to 96 GB.
+# Without checkpoints: those of 8B would have 48 to 96 GB.
 COMMON: Options = {
     "checkpoint.enable": False,
     "training.seq_len": 4096,
@@ -189,7 +189,7 @@ PARTS = (
         ),
     ),
 )
-# Of one session of half an hour on one H200, with the estimates made before. What comes after it are other sessions.
+# The parts of one half-hour session on one H200, with the estimates made before. Later parts belong to other sessions.
 SECONDS = 1800
 OTHER_SESSIONS = ("peers", "several-gpus")
 

@@ -1,4 +1,4 @@
-"""One run: its command, its time limit, and the figures that it leaves."""
+"""One run: its command, its time limit, and its results."""
 
 import gzip
 import importlib.util
@@ -21,13 +21,13 @@ from benchmarks.gpu.plan import Run, options_of, words_of
 from benchmarks.processes import ROOT
 from titanlite.launch import children
 
-_FOLDER = "FOLDER"  # stands for a run's work folder in the command that the results record
+_FOLDER = "FOLDER"  # replaces a run's work folder in the command that the results record
 _LOG = "log.txt"
 _TAIL = 40  # lines of a failed run's log in the results
 
 
 class RunIdentity(NamedTuple):
-    """What is common to all runs."""
+    """The settings of all runs."""
 
     work: Path  # folder of logs, traces, run folders
     gpus: int
@@ -77,7 +77,7 @@ def command_of(run: Run, setting: RunIdentity) -> str:
 
 
 def read_training(folder: Path) -> dict[str, Any]:
-    """Speed, utilization and memory of a run folder, also of a run that was cut off. Raises ValueError without a report.
+    """Speed, utilization and memory of a run folder, also of an interrupted run. Raises ValueError without a report.
 
     Rates are medians of the reports after the second one: the first two include compilation.
     """
@@ -102,7 +102,7 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 
 def read_trace(folder: Path) -> dict[str, Any]:
-    """A training run's figures, the largest costs of its traced step, and the shares of their kinds."""
+    """A training run's results, the largest costs of its traced step, and their shares by kind."""
     paths = sorted(folder.glob("profile_traces/*/rank-0.json.gz"))
     if not paths:
         raise ValueError("no step was traced")
@@ -154,9 +154,9 @@ KINDS = {
 
 
 def carry_out(run: Run, part: str, setting: RunIdentity, seconds: float) -> dict[str, Any]:
-    """Runs a command for at most so many seconds -> its result, whose status is done, failed, out of time or left out.
+    """Runs a command for at most `seconds` -> its result, whose status is done, failed, out of time or left out.
 
-    The figures of a run that failed or was out of time are those that it had reported by then, if any.
+    A run that failed or ran out of time has the results that it reported before, if any.
     """
     missing = [name for name in run.needs if importlib.util.find_spec(name) is None]
     if missing and not setting.rehearse:
@@ -182,13 +182,13 @@ def carry_out(run: Run, part: str, setting: RunIdentity, seconds: float) -> dict
     try:
         result["figures"] = kind.read(folder)
     except (OSError, ValueError, KeyError, xml.etree.ElementTree.ParseError) as error:
-        if code == 0:  # otherwise it had written nothing yet
+        if code == 0:  # otherwise it has not written results
             result |= {"status": "failed", "reason": f"no figures: {error}", "log": _lines(folder / _LOG)[-_TAIL:]}
     return result
 
 
 def _execute(words: list[str], log: Path, setting: RunIdentity, seconds: float) -> int | None:
-    """The exit code of a command, or None if its time was over; its processes end with this one, even by SIGKILL."""
+    """The exit code of a command, or None if its time ran out; its processes end with this one, even by SIGKILL."""
     variables = {"PYTHON": sys.executable, "NGPU": str(setting.gpus)}
     if setting.rehearse:
         variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -218,7 +218,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _reason(log: Path, code: int) -> str:
-    """The line of a log that says most: the one about memory, else the last one of an error, else the last one."""
+    """The most informative line of a log: the one about memory, else the last one of an error, else the last one."""
     lines = [line.strip() for line in _lines(log) if line.strip()]
     memory = [line for line in lines if "out of memory" in line.lower()]
     errors = [line for line in lines if "Error" in line or "FAILED" in line]

@@ -1,7 +1,7 @@
-"""Long proofs, run by hand: `make campaign PART=...` writes a table (__main__.py); the other modules run alone too.
+"""Long proofs, run by hand: `make campaign PART=...` writes a table (__main__.py); the other modules also run alone.
 
-Each of these starts runs through run_train.sh as a user does, does them harm, prints a table of results, and exits with 1
-where a promise of the README was broken. tests/end_to_end/test_campaigns.py runs small ones.
+Each of these starts runs through run_train.sh as a user does, disturbs them, prints a table of results, and exits with 1 if a
+promise of the README was broken. tests/end_to_end/test_campaigns.py runs small ones.
 """
 
 import json
@@ -20,10 +20,10 @@ _STEP = re.compile(r"step-(\d{8})")
 
 
 class Report(NamedTuple):
-    """What a campaign has found."""
+    """The results of a campaign."""
 
     figures: dict[str, object]  # name -> value, in the order of the table
-    broken: list[str]  # sentences, one a broken promise
+    broken: list[str]  # one sentence for each broken promise
 
     def show(self) -> int:
         """Prints the table; -> the exit code."""
@@ -36,7 +36,7 @@ class Report(NamedTuple):
 
 
 def run_alone(prefix: str, play: Callable[[Path], Report]) -> NoReturn:
-    """Runs a campaign in a new folder, which stays where a promise was broken, and exits."""
+    """Runs a campaign in a new folder, which is kept if a promise was broken, and exits."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     code = play(folder).show()
     if code:
@@ -47,7 +47,7 @@ def run_alone(prefix: str, play: Callable[[Path], Report]) -> NoReturn:
 
 
 class Mesh(NamedTuple):
-    """How a run is split: shards of the data parallel, times context parallel, times tensor parallel, times stages."""
+    """The mesh of a run: data-parallel shards x context parallel x tensor parallel x pipeline stages."""
 
     shards: int = 1
     context: int = 1
@@ -71,19 +71,19 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Mesh":
-        """Such as "4" or "2x1x1x2"; what is left out is 1."""
+        """Parses "4" or "2x1x1x2"; missing degrees are 1."""
         return cls(*map(int, text.split("x")))
 
 
 class Step(NamedTuple):
-    """What a step has computed."""
+    """The results of a step."""
 
     loss: float
     grad_norm: float
 
 
 def trajectory(run: Path) -> dict[int, Step]:
-    """step -> what it has computed, as reported in a run's folder. A line that is half written does not count."""
+    """step -> its results, as reported in a run's folder. An incomplete line does not count."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -97,12 +97,12 @@ def tensor_sums(run: Path, step: int) -> dict[str, str]:
 
 
 def committed(run: Path) -> set[int]:
-    """The steps of the checkpoints in a run's folder that have their final name."""
+    """The steps of the complete checkpoints in a run's folder."""
     folder = run / "checkpoint"
     return {int(match[1]) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
 
 
 def starts(run: Path) -> list[int]:
-    """Of each start of a run that came as far as training, the step that it went on from."""
+    """The step from which each start that reached training continued."""
     path = run / "provenance.json"
     return [entry["resumed_step"] for entry in json.loads(path.read_text())] if path.exists() else []

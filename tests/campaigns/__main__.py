@@ -1,20 +1,19 @@
 """python -m tests.campaigns PART [--only TEXT] [--minutes M] [--again]: proofs that take hours, run by hand.
 
 PART is one of
-  cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (6,100)
+  cells      every supported mesh x family x compile x recompute x precision, each against one process (6,100)
   pipelines  every schedule x mesh with stages x variant, each against one process (102)
-  kills      runs that are killed 10 times each, on two and on four ranks, 630 times in all
-  damage     runs that stop, get one damaged file, and go on; 240 times
+  kills      runs that are killed 10 times each, on two and on four ranks: 630 kills
+  damage     stopped runs that continue with one damaged file; 240 cases
   elastic    runs that continue with other numbers of ranks, and on other meshes
   two-hosts  two network namespaces and the cable between them
   processors the tests under other kernels, threads, weights, orders, users, paths, locales and time zones (60 rows of 5 to 20
              minutes; `--only sample`: a few tests under each, 3 minutes)
   mutants    faults in the code, each caught by some test: python -m tests.mutations.score --suite
 
-Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign goes on where it was, as
-long as the commit is the same; --again starts over, and so does another commit. With --only, the rows of another commit are a
-second table below the first. Each table names the commit it was made on.
-Exit code 1: an item has broken a promise.
+Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign continues if the commit is
+the same; another commit or --again starts over. With --only, the rows of another commit are a second table below the first.
+Each table names the commit it was made on. Exit code 1: an item has broken a promise.
 """
 
 import argparse
@@ -38,16 +37,16 @@ from titanlite.verify.compare import compare
 
 RESULTS = Path(__file__).with_name("results")
 ROOT = Path(__file__).parents[2]
-Item = Callable[[Path], Report]  # of a folder to work in
+Item = Callable[[Path], Report]  # takes a working folder
 FULL = ("mesh", "family", "compile", "recompute", "precision")
 _HEADER = "| item | result | seconds | measured |\n| --- | --- | --- | --- |\n"
 
 
 def every_cell() -> Iterator[cover.Cell]:
-    """The whole product of some factors; each cell has values of the others that a generator has drawn for it."""
+    """The full product of some factors; the values of the others are drawn for each cell."""
     for values in itertools.product(*(cover.FACTORS[factor] for factor in FULL)):
         given = dict(zip(FULL, values, strict=True))
-        if cover.possible(given) and given["mesh"] not in cover.PIPELINES:  # which PART=pipelines has
+        if cover.possible(given) and given["mesh"] not in cover.PIPELINES:  # PART=pipelines has these
             draw = random.Random(repr(values))
             drawn = {factor: draw.choice(cover.FACTORS[factor]) for factor in cover.FACTORS if factor not in FULL}
             cell = given

@@ -3,9 +3,8 @@
     python -m tests.campaigns.damage [--cases 20] [--seed 0] [--mesh 1x1x1x2]
 
 A file is a checkpoint's, a report's, the configuration's or a token folder's; the damage is a bit, a hole, a shorter or longer
-file, none at all, or the contents of its neighbor. Afterwards the run either goes on, and every step that it adds is bit for
-bit that of the undamaged run, or it ends with a message that has the file's name, and checkpoints, data and reports are as
-they were.
+file, none at all, or the contents of its neighbor. Afterwards the run either continues, and every further step equals that of
+the undamaged run bit for bit, or it ends with a message that names the file, and checkpoints, data and reports are unchanged.
 """
 
 import argparse
@@ -48,7 +47,7 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 
 def step(folder: Path, last: int, mesh: Mesh) -> Done:
     """The run, to step `last`."""
-    batch = ("--training.global_batch_size", 2 * mesh.shards * mesh.stages)  # a microbatch a stage
+    batch = ("--training.global_batch_size", 2 * mesh.shards * mesh.stages)  # one microbatch per stage
     return train("run.toml", "--training.steps", last, *WORDS, *batch, *mesh.words, folder=folder, ranks=mesh.ranks)
 
 
@@ -76,7 +75,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def fault(folder: Path, path: Path, before: dict[str, bytes], ended: Done, expected: dict[int, Step]) -> str:
-    """What is wrong with the end of a damaged run; "" if nothing is."""
+    """The fault in the outcome of a damaged run; "" if there is none."""
     if "Traceback" in ended.err:
         return "a traceback"
     if ended.code == 2:

@@ -1,9 +1,9 @@
-"""Stops a run and continues with another number of ranks, or on another mesh, again and again, in one folder.
+"""Repeatedly stops a run and continues it on another number of ranks, or on another mesh, in one folder.
 
     python -m tests.campaigns.elastic [--meshes 4 2 3 2x1x1x2] [--steps 4]
 
 Every other segment is stopped by SIGTERM, the others by training.steps. Afterwards the samples of every step must be those of
-an uninterrupted run on one process, token for token, and the losses the same but for rounding.
+an uninterrupted run on one process, token for token, and the losses equal within rounding.
 """
 
 import argparse
@@ -20,8 +20,8 @@ ROUNDING = 1e-5
 PATIENCE = 300.0
 PREEMPTED = 75
 
-# Added to the model, which gets four blocks: each rank with the embedding notes what it trains on, a line a sequence, in the
-# order of its microbatches.
+# Added to the model, which gets four blocks: each rank with the embedding records its sequences, one per line, in the order of
+# its microbatches.
 NOTING = """
 
 FLAVORS = {"tiny": Config(64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=4096)}
@@ -56,14 +56,14 @@ def segment(folder: Path, number: int, mesh: Mesh, steps: int, planned: int, sto
 
 
 def samples(folder: Path, number: int, mesh: Mesh, first: int) -> dict[int, list[str]]:
-    """step -> digests of the sequences that all shards of a segment together have trained on, in no order.
+    """step -> digests of the sequences on which all shards of a segment have trained, in no order.
 
     Not with context parallelism, where each rank has a part of every sequence.
     """
     part = GLOBAL_BATCH // mesh.shards
     found: dict[int, list[str]] = {}
     for shard in range(mesh.shards):
-        rank = shard * mesh.context * mesh.tensor  # the first one of the first stage
+        rank = shard * mesh.context * mesh.tensor  # the first rank of the first stage
         lines = (folder / f"notes-{number}-{rank}").read_text().split()
         for begin in range(0, len(lines), part):
             found.setdefault(first + begin // part, []).extend(lines[begin : begin + part])
@@ -83,7 +83,7 @@ def campaign(folder: Path, meshes: list[Mesh], steps: int) -> Report:
     begun, broken = time.monotonic(), []
     run = prepared(folder / "run")
     stopped, seen = [], {}
-    far = 1000  # a segment that SIGTERM stops must not come to its end before
+    far = 1000  # a segment that SIGTERM stops must not end before
     for number, mesh in enumerate(meshes):
         done = max(committed(run / "out"), default=0)
         by_signal = number % 2 == 1 and number < len(meshes) - 1

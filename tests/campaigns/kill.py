@@ -1,11 +1,11 @@
-"""Kills runs with SIGKILL, starts them again until they are done, and looks for what that has cost.
+"""Kills runs with SIGKILL, restarts them until they are done, and checks that nothing was lost.
 
     python -m tests.campaigns.kill [--mesh 2x1x2] [--kills 100] [--seed 0]
 
 A kill hits one rank, all ranks, or everything that the run has started. Half of the kills wait until a checkpoint is being
-written; the others come at any time of training. Checkpoints are written while training waits, or while it goes on. Of three
-runs two have MAX_RESTARTS, and only their ranks are killed: the launcher starts them again. The log must name a killed rank.
-Afterwards every run must be bit for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
+written; the others come at any time of training. Checkpoints are written synchronously or asynchronously. Two of three runs
+have MAX_RESTARTS, and only their ranks are killed: the launcher restarts them. The log must name a killed rank. Afterwards
+every run must be bit for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
 `KINDS` has the runs of `make campaign PART=kills`.
 """
 
@@ -31,10 +31,10 @@ from titanlite.ground.errors import UserError
 
 STEPS = 60
 KEPT = 3
-KILLS_A_RUN = 10  # a start costs ten times as much as the training in between
+KILLS_A_RUN = 10  # a start takes ten times as long as the training between kills
 RESTARTS = KILLS_A_RUN
 ALL_VICTIMS = 3 * KILLS_A_RUN  # so many kills need the run that its launcher does not start again
-PATIENCE = 300.0  # seconds for a run to start, to come to its end, or to end after a kill, on a busy machine
+PATIENCE = 300.0  # seconds for a run to start, to finish, or to end after a kill, on a busy machine
 VICTIMS = ("one rank", "all ranks", "everything")
 
 
@@ -60,7 +60,7 @@ KINDS = {
 
 
 class Plan(NamedTuple):
-    """A run and what is to happen to it."""
+    """A run and its kills."""
 
     folder: Path
     kind: Kind
@@ -75,13 +75,13 @@ class Hit(NamedTuple):
 
     whom: str  # one rank, all ranks, everything
     aimed: bool  # at a checkpoint that is being written
-    share: float  # of what is left of the training when it resumes
+    share: float  # of the remaining training after the resume
     more: float  # seconds
-    die: float  # in [0, 1), for which rank
+    die: float  # in [0, 1), selects the rank
 
 
 class Tally:
-    """What is counted over all runs; several threads add to it."""
+    """Counts over all runs; thread-safe."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -101,7 +101,7 @@ class Tally:
 
 
 class Watch(threading.Thread):
-    """Looks at a run's checkpoints all the time: one that was there for an instant was promised to stay."""
+    """Polls a run's checkpoints: one that existed at any instant must stay."""
 
     def __init__(self, run: Path):
         super().__init__(daemon=True)
@@ -117,7 +117,7 @@ class Watch(threading.Thread):
         self.join()
 
     def lost(self) -> list[int]:
-        """Checkpoints that are gone although there are not so many newer ones as are kept."""
+        """Checkpoints that are gone although there are fewer newer ones than are kept."""
         there = committed(self._run)
         return sorted(s for s in self.seen - there if sum(newer > s for newer in there) < KEPT)
 
@@ -140,7 +140,7 @@ def writing(run: Path) -> bool:
 
 
 def wait_for_the_moment(started: Launch, run: Path, hit: Hit) -> bool:
-    """Waits, in a start of the ranks that is new, for the moment of a kill. False if the run has ended before."""
+    """Waits, in a new start of the ranks, for the moment of a kill. False if the run has ended before."""
     deadline = time.monotonic() + PATIENCE
     before = len(starts(run))
 
@@ -191,7 +191,7 @@ def damage(run: Path) -> list[str]:
 
 
 def play(plan: Plan, whole: Path, tally: Tally) -> None:
-    """Starts a run, kills it, and so on, until it has been killed `plan.kills` times and has ended by itself.
+    """Starts and kills a run until it has been killed `plan.kills` times and has ended by itself.
 
     whole: the folder of the uninterrupted run.
     """
@@ -221,22 +221,22 @@ def play(plan: Plan, whole: Path, tally: Tally) -> None:
 
 
 def deal(plan: Plan, dice: random.Random) -> list[Hit]:
-    """The kills of a run: every kind of them, and every other one at a time when a checkpoint is written."""
+    """The kills of a run: of every kind, and every other one while a checkpoint is written."""
     victims = list(VICTIMS[:2] if plan.restarts else VICTIMS)
     dice.shuffle(victims)
     first = dice.randrange(2)
     hits = []
     for number in range(plan.kills):
-        # Of what is left of the run, so that there is room for the kills that follow.
+        # Of the rest of the run, so that time remains for later kills.
         share = dice.uniform(0, min(1.0, 2 / (plan.kills - number + 1)))
         hits.append(Hit(victims[number % len(victims)], (first + number) % 2 == 0, share, dice.uniform(0, 0.15), dice.random()))
     return hits
 
 
 def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> list[list[int]]:
-    """Kills, and takes what it has done from `hits`, as long as the launcher starts the ranks again.
+    """Kills, and removes kills from `hits`, as long as the launcher restarts the ranks.
 
-    Returns the processes of each kill of ranks of which the launcher must report one; all, and the launcher, may be killed.
+    Returns the processes of each kill, one of which the launcher must report; a kill may hit all of them and the launcher.
     """
     run, deaths = plan.folder / "out", []
     for restarts in range(plan.restarts, -1, -1):
@@ -255,7 +255,7 @@ def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> list[lis
 
 
 def end(started: Launch, plan: Plan, tally: Tally, deaths: list[list[int]]) -> int | None:
-    """Waits for the end of a run; -> its exit code, or None where it did not end as it should."""
+    """Waits for the end of a run; -> its exit code, or None if it did not end correctly."""
     begun, launcher = time.monotonic(), started.process.pid
     try:
         ended = finish(started, timeout=PATIENCE)
@@ -279,7 +279,7 @@ def end(started: Launch, plan: Plan, tally: Tally, deaths: list[list[int]]) -> i
 
 
 def plans(folder: Path, kind: Kind, kills: int, seed: int) -> Iterator[Plan]:
-    """Runs with so many kills in all."""
+    """Runs with this total number of kills."""
     number = 0
     while kills > 0:
         place = folder / f"run-{number}"

@@ -1,4 +1,4 @@
-"""Pipelines, whatever else is done: the product of schedules, meshes and variants, each against one process.
+"""Pipelines: the product of schedules, meshes and variants, each against one process.
 
 A cell has the weights, batches, losses, norms and gradients of one process within the tolerances of `titanlite verify`: 1e-5 of
 a gradient's norm, and no gradient is missing.
@@ -26,9 +26,9 @@ _VARIANTS: tuple[Cell, ...] = (
 
 
 def every_cell() -> Iterator[Cell]:
-    """All but those that the product refuses, with four microbatches."""
+    """All supported cells, with four microbatches."""
     for mesh, schedule, variant in itertools.product(_MESHES, _SCHEDULES, _VARIANTS):
-        if mesh.keys().isdisjoint(variant):  # a mixture has untied weights
+        if mesh.keys().isdisjoint(variant):  # an MoE model has untied weights
             blocks = "8" if mesh["mesh"] == "pipeline 4" and schedule in SEVERAL_STAGES else "4"
             cell = PLAIN | {"schedule": schedule, "blocks": blocks, "accumulation": "4"} | mesh | variant
             if allowed(cell):

@@ -3,8 +3,8 @@
     python -m tests.campaigns processors --only sample        each variant with a few tests, in minutes
     python -m tests.campaigns processors --only "numbers, ATEN_CPU_CAPABILITY=avx2"
 
-A row is a part of the suite under one variant. What does not pass there is run once more, plainly; a row names each test that
-fails, and whether it fails plainly too. A variant changes what a machine of a user may be, never what titanlite is given.
+A row is a part of the suite under one variant. Tests that fail are run once more without it; a row names each test that fails,
+and whether it fails without the variant too. A variant changes the machine, never the inputs of titanlite.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tests.campaigns import Report, verdicts
 
 ROOT = Path(__file__).parents[2]
 _NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info", ".*_cache")
-_ORDINARY = ("unshare", "--user", "--map-user=1000", "--map-group=1000")  # whose files are those of the user outside
+_ORDINARY = ("unshare", "--user", "--map-user=1000", "--map-group=1000")  # files belong to the user outside
 
 
 class Variant(NamedTuple):
@@ -29,7 +29,7 @@ class Variant(NamedTuple):
 
     variables: Mapping[str, str] = {}
     options: tuple[str, ...] = ()  # of pytest
-    busy: int = 0  # processes that compute beside the tests, for each core
+    busy: int = 0  # processes that compute in parallel with the tests, per core
     through: tuple[str, ...] = ()  # a command that starts pytest
     folder: str = ""  # of a copy of the tree, below a temporary one, where the tests also put their files
 
@@ -46,11 +46,11 @@ VARIANTS = {
     "an ordinary user": Variant(through=_ORDINARY),
     "a deep path": Variant(folder="with a space/" + "/".join(f"deeper-{depth:02}" for depth in range(20))),
     "a Turkish locale": Variant({"LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8"}),
-    # in which Python reads and writes UTF-8; where it would be ASCII (PYTHONUTF8=0), PyTorch 2.13 cannot import its compiler
+    # Python uses UTF-8 in these; with ASCII (PYTHONUTF8=0), PyTorch 2.13 cannot import its compiler
     "LC_ALL=C": Variant({"LC_ALL": "C", "LANG": "C"}),
     "TZ=Pacific/Chatham": Variant({"TZ": "Pacific/Chatham"}),  # 12:45 or 13:45 hours ahead of UTC
 }
-# What hangs on rounding, memory, order, paths and texts more than other tests do, and takes seconds.
+# Tests that depend on rounding, memory, order, paths and texts more than others, and take seconds.
 SAMPLE = (
     "tests/distributed/test_mixture_extremes.py::test_split_experts_train_as_on_one_process"
     "[most experts get no token of a step-AdamW]",
@@ -68,7 +68,7 @@ PARTS = {
     "ranks": ("tests/distributed",),
     "commands": ("tests/end_to_end",),
 }
-# a disturbed weight is not the one that these compare with the formula
+# these compare weights with a formula, which disturbed ones do not match
 _EXACT_WEIGHTS = "--ignore=tests/unit/test_initialize.py"
 
 
@@ -81,7 +81,7 @@ def items() -> dict[str, Any]:
 
 
 def together(names: Sequence[str]) -> Variant:
-    """One variant that differs in all that these differ in; no two of them set the same."""
+    """The union of these variants; no two of them set the same."""
     variants = [VARIANTS[name] for name in names]
     return Variant(
         {name: value for each in variants for name, value in each.variables.items()},
@@ -93,7 +93,7 @@ def together(names: Sequence[str]) -> Variant:
 
 
 def play(folder: Path, variant: Variant, targets: Sequence[str]) -> Report:
-    """Runs these tests under a variant, and those that do not pass once more without it."""
+    """Runs these tests under a variant, and those that fail once more without it."""
     code, said, found = run(folder / "variant", variant, targets)
     others = [name for name, verdict in found.items() if verdict != "passed"]
     plain = run(folder / "plain", Variant(), others)[2] if others else {}
@@ -117,7 +117,7 @@ def run(folder: Path, variant: Variant, targets: Sequence[str]) -> tuple[int, st
         (root / ".venv").symlink_to(sys.prefix)  # where run_train.sh finds its interpreter
     own = {"PYTHONPATH": str(root), "TMPDIR": str(place), verdicts.VARIABLE: str(place / "verdicts")}
     dropped = {name for each in VARIANTS.values() for name in each.variables}
-    dropped |= {name for name in os.environ if name.startswith("PYTEST_")}  # of a test that runs this
+    dropped |= {name for name in os.environ if name.startswith("PYTEST_")}  # set by a test that runs this
     environment = {name: value for name, value in os.environ.items() if name not in dropped} | own | variant.variables
     options = ["-q", "-m", "not slow", "-p", "tests.campaigns.verdicts", "-p", "no:cacheprovider", *variant.options]
     if disturbed.VARIABLE in variant.variables:
@@ -130,7 +130,7 @@ def run(folder: Path, variant: Variant, targets: Sequence[str]) -> tuple[int, st
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes compute beside what is done inside."""
+    """Runs this many computing processes while the context is open."""
     started = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield

@@ -2,13 +2,13 @@
 
     python -m tests.campaigns.two_hosts [--case plain] [--case blink] [--case cut] [--case cut-restarts]
 
-plain         a run must be bit for bit that of two ranks on one host
+plain         a run must equal that of two ranks on one host bit for bit
 blink         the cable is cut for a moment shorter than comm.train_timeout_seconds: the run must survive it
 cut           it is cut for longer, then restored: both hosts must end, with an exit code other than 0, in bounded time
-cut-restarts  the same with MAX_RESTARTS=2: the hosts may also find each other again and finish
-gone          it is cut and never restored, as if the other host had lost its power: both must end as in "cut"
+cut-restarts  the same with MAX_RESTARTS=2: the hosts may also reconnect and finish
+gone          it is cut and never restored, as if the other host had lost power: both must end as in "cut"
 
-After each, started again where it has ended, the run must come to the same losses. Needs Linux, root and iproute2.
+After each, a run that has ended is restarted and must have the same losses. Needs Linux, root and iproute2.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from tests.end_to_end.test_run_train import working_folder
 
 STEPS = 40
 INIT_TIMEOUT, TRAIN_TIMEOUT = 60, 8
-# Beyond the timeout of the collectives: a rank that has lost its connection waits for the one that failed to speak, and
-# the launchers notice ten times a second.
+# Added to the timeout of the collectives: a rank that has lost its connection waits for the failed one to report, and the
+# launchers poll ten times a second.
 TO_END = TRAIN_TIMEOUT + 60.0
 PATIENCE = 300.0
 PORT = 29_500
 
-# Added to the model: without it the steps of a tiny model are over before a cable is cut.
+# Added to the model: without it a tiny model finishes before the cable is cut.
 SLOW = """
 
 class Model(Model):
@@ -47,7 +47,7 @@ class Model(Model):
 
 
 def obstacle() -> str:
-    """Why there can be no two hosts here, or nothing."""
+    """Why two hosts cannot be simulated here; empty if they can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -72,7 +72,7 @@ class Host(NamedTuple):
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two namespaces joined by a cable, each with its end of it and a loopback interface; taken down afterwards."""
+    """Two namespaces connected by a cable, each with its end and a loopback interface; removed afterwards."""
     own = os.getpid()
     hosts = (Host(f"tl{own}a", "cable", "10.213.7.1"), Host(f"tl{own}b", "cable", "10.213.7.2"))
     try:
@@ -120,7 +120,7 @@ def start(hosts: tuple[Host, Host], folder: Path, **more: str) -> list[Launch]:
 
 
 def finish_both(started: list[Launch], timeout: float) -> tuple[list[Ended | None], float]:
-    """What both hosts left behind, None for one that did not end in time, and the seconds that it took."""
+    """The outcomes of both hosts, None for one that did not end in time, and the seconds that it took."""
     begun = time.monotonic()
     ended: list[Ended | None] = []
     for one in started:

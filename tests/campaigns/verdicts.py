@@ -12,7 +12,7 @@ _GROUP = re.compile(r"@(ranks|tests/[\w/]+\.py)$")  # which pytest-xdist adds to
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # pytest-xdist's own process gets the reports of all others
+    # pytest-xdist's controller gets the reports of all workers
     if "PYTEST_XDIST_WORKER" not in os.environ and (report.when == "call" or not report.passed):
         with open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
             file.write(json.dumps([_GROUP.sub("", report.nodeid), report.outcome]) + "\n")

@@ -1,6 +1,6 @@
 """A simulated GPU on a machine without one: FakeTensorMode's "cuda" tensors, which have shapes and devices but no values.
 
-    noop_cuda.cpp   what a CPU build of PyTorch lacks of CUDA, in functions that do nothing; build.py compiles it
+    noop_cuda.cpp   CUDA functions that a CPU build of PyTorch lacks, which do nothing; build.py compiles it
     pretend.py      torch.cuda of a simulated H100
     watch.py        what operations would do to a real GPU: a host sync, a pageable copy, float64, no CUDA kernel
     cells.py        the configurations that run
@@ -9,6 +9,6 @@
     inductor.py     inductor and Triton on it, down to machine code; kernels.py makes a table of the kernels, kernels_sm90.md
     operations.py   the operations of generation and of the loss
 
-`pretend.py` and `watch.py` import nothing of titanlite or of other tests. They change PyTorch for a whole process, and need
-LD_PRELOAD, so that what runs on them is a process of its own.
+`pretend.py` and `watch.py` import nothing of titanlite or of other tests. They change PyTorch for the whole process and need
+LD_PRELOAD, so whatever uses them runs in a process of its own.
 """

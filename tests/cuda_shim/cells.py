@@ -10,7 +10,7 @@ MESHES: dict[str, dict[str, int]] = {
     "FSDP 4 x TP 2": {"dp_shard": 4, "tp": 2},
     "HSDP 2 x 4": {"dp_replicate": 2, "dp_shard": 4},
     "CP 8, gather": {"cp": 8},
-    # without TP: DTensor remembers the group of another mesh's equal dimension, and all cells share a process
+    # without TP: DTensor caches the group of another mesh's equal dimension, and all cells share a process
     "FSDP 4 x CP 2, ulysses": {"dp_shard": 4, "cp": 2},
     "FSDP 8, EP 4": {"dp_shard": 8, "ep": 4},
     "FSDP 4 x TP 2, EP 8": {"dp_shard": 4, "tp": 2, "ep": 8},
@@ -24,12 +24,12 @@ MESHES: dict[str, dict[str, int]] = {
 
 
 class Variant(NamedTuple):
-    """What runs on each mesh, in bfloat16 unless it says otherwise, and what only a GPU decides about it."""
+    """What runs on each mesh, by default in bfloat16, and what is decided only on a GPU."""
 
     sections: Sections
     runs: tuple[str, ...] = ()  # operations that its step must run
-    attention: tuple[str, ...] = ("cudnn",)  # the kernels of attention that its step must run, and no others
-    passes: int = 1  # forward passes of a block for each microbatch, recomputed ones too
+    attention: tuple[str, ...] = ("cudnn",)  # the attention kernels that its step must run, and no others
+    passes: int = 1  # forward passes of a block for each microbatch, including recomputation
 
 
 _FLOAT32: Sections = {"training": {"mixed_precision_param": "float32"}}
@@ -126,7 +126,7 @@ class Cell(NamedTuple):
 
     @property
     def waits_for_counts(self) -> int:
-        """How often a step waits for the device in each mixture: for the sizes of messages, where experts are split."""
+        """How often a step waits for the device in each MoE layer: for the sizes of messages if experts are split."""
         return 2 * VARIANTS[self.variant].passes if "ep" in self.degrees else 0
 
     @property
@@ -136,7 +136,7 @@ class Cell(NamedTuple):
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """The kernels of attention that its step must run: over gathered keys, only FlexAttention has the mask."""
+        """The attention kernels that its step must run: over gathered keys, only FlexAttention supports the mask."""
         return ("flex",) if "gather" in self.mesh else VARIANTS[self.variant].attention
 
     @property
@@ -163,7 +163,7 @@ class Cell(NamedTuple):
         }
 
 
-# What context parallelism changes: attention, its mask, and what is recomputed or compiled with them.
+# Variants that context parallelism changes: attention, its mask, and their recomputation or compilation.
 _OF_CONTEXT = (
     *("bfloat16", "bfloat16, compiled", "full, by chunks, compiled", "full, offload", "per operation, compiled"),
     *("memory_budget", "document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
@@ -171,12 +171,12 @@ _OF_CONTEXT = (
 _IN_TURN = ("FSDP 8", "1 rank", "FSDP 4 x TP 2", "FSDP 4 x TP 2")  # of dense variants: each is on one of these meshes
 _BY_CONTEXT = ("CP 8, gather", "FSDP 4 x CP 2, ulysses")  # those of context parallelism in turn
 _OF_REPLICAS = ("bfloat16", "full, offload", "document_mask", "LoRA", "Muon")
-# "FSDP 4 x TP 2, EP 8" has all variants of mixtures
+# "FSDP 4 x TP 2, EP 8" has all MoE variants
 _OF_EXPERTS = {
     "FSDP 8, EP 4": ("mixture", "mixture, full, compiled", "mixture, Muon"),
     "FSDP 4 x TP 2": ("mixture, compiled", "mixture, full"),
 }
-# Each variant whose step a pipeline changes is on one mesh or two.
+# Each variant that a pipeline changes is on one or two meshes.
 _OF_PIPELINES = {
     "PP 2 x FSDP 4, 1F1B, first rank": ("bfloat16, compiled", "document_mask", "LoRA"),
     "PP 2 x FSDP 4, 1F1B, last rank": ("float16", "full, offload", "Muon", "bfloat16 parameters, compiled"),

@@ -5,7 +5,7 @@
 prints a JSON object a case: {"case": ..., "regions": {region: [{"name": ..., "registers": ..., ...}]}}. kernels.py starts it.
 
 No driver is needed: inductor generates its code from the properties of the device, Triton compiles for a target, and ptxas is
-in Triton's wheel. The program that inductor makes of a graph is not run; the graph itself takes its place.
+in Triton's wheel. The program that inductor generates from a graph is not run; the graph itself runs instead.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ class _Driver:
 
 
 class _OnCPU(TorchDispatchMode):
-    """Makes tensors on the CPU: inductor folds constants, by computing them on the device of the graph."""
+    """Creates tensors on the CPU, since inductor folds constants by computing them on the device of the graph."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -142,10 +142,10 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 def kernels_of(program: str, folder: str) -> list[dict[str, Any]]:
-    """What a program of inductor calls, in order; kernels of Triton with registers and spilled bytes a thread, and shared
-    bytes a block.
+    """The calls of inductor's program, in order; Triton kernels with registers and spilled bytes per thread, and shared bytes
+    per block.
 
-    Of the configurations that a GPU would choose from by time, the largest values.
+    The largest values over the configurations from which autotuning on a GPU would choose.
     """
     sources = dict(_SOURCE.findall(program))
     calls = ["".join(groups) for groups in _CALL.findall(program[program.index("def call(") :])]
@@ -174,7 +174,7 @@ def _usage(name: str, source: str, folder: str) -> dict[str, int]:
 
 
 def _on_meta(family: Any, config: Config) -> Any:
-    """One layer of each window, since all others reuse its code; outside of the mode, in which it would get no memory."""
+    """One layer of each window, since all others reuse its code; outside of the fake mode, which gives no memory."""
     with unset_fake_temporarily():
         model = on_meta(family, config)
     window_of = getattr(family.config, "window_of", lambda layer: None)
@@ -187,7 +187,7 @@ def _on_meta(family: Any, config: Config) -> Any:
 
 
 def step(config: Config, parts: list[str]) -> None:
-    """These parts of a training step, as CASES has them."""
+    """These parts of a training step, as in CASES."""
     family, training = family_of(config.model), config.training
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with simulated_ranks(1), mock.patch.object(order, "on_meta", _on_meta):
@@ -209,7 +209,7 @@ def step(config: Config, parts: list[str]) -> None:
 
 
 class _WithFallback(torch.nn.Module):
-    """The planted fault: a feed-forward layer with an operation that inductor hands to PyTorch."""
+    """The planted fault: a feed-forward layer with an operation that falls back to PyTorch."""
 
     def __init__(self, real: Any, *sizes: int):
         super().__init__()

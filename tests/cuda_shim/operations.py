@@ -22,7 +22,7 @@ from models.moe import Router  # noqa: E402
 
 
 class _Operations(TorchDispatchMode):
-    """Keeps the names of all operations."""
+    """Records the names of all operations."""
 
     def __init__(self) -> None:
         super().__init__()

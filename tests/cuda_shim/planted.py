@@ -26,7 +26,7 @@ class Planted(NamedTuple):
 
 
 def _before_clipping(fault: Any) -> Planted:
-    """Clipping of gradients, with a fault that works on the gradient of the first parameter."""
+    """Gradient clipping, with a fault applied to the gradient of the first parameter."""
 
     def clip(optimizer: torch.optim.Optimizer, *args: Any) -> torch.Tensor:
         fault(optimizer.param_groups[0]["params"][0].grad)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 DEVICE = torch.device("cuda", 0)
-# Called with "Event.synchronize()" and the like whenever the host would wait. Steps forbid it (watch.py), reports do not.
+# Called with names such as "Event.synchronize()" whenever the host would wait. Forbidden in steps (watch.py), not in reports.
 sync_listeners: list[Callable[[str], None]] = []
 _aten = torch.ops.aten
 
@@ -22,9 +22,9 @@ def _host_sync(what: str) -> None:
 
 
 class Stream:
-    """A stream whose kernels have run, which knows what other streams had queued when it waited for them.
+    """A stream whose kernels have run, with what other streams had queued when it waited for them.
 
-    `done` is the number of the latest kernel; `seen` the latest kernel of each other stream that all later ones come after.
+    `done`: the number of the latest kernel; `seen`: the latest kernel of each other stream that runs before all later ones.
     """
 
     device, device_index, device_type, cuda_stream, stream_id = DEVICE, 0, 1, 0, 0
@@ -33,7 +33,7 @@ class Stream:
         self.done, self.seen = 0, dict[Stream, int]()
 
     def comes_after(self, stream: "Stream", number: int) -> bool:
-        """Whether what is queued now runs after that kernel."""
+        """Whether kernels queued now run after that kernel."""
         return stream is self or number <= self.seen.get(stream, 0)
 
     def state(self) -> "dict[Stream, int]":
@@ -69,7 +69,7 @@ class Stream:
 
 
 class Event:
-    """An event that has happened."""
+    """An event that has completed."""
 
     def __init__(self, *_: Any, **__: Any):
         self.state: dict[Stream, int] = {}
@@ -103,7 +103,7 @@ def default_stream(device: Any = None) -> Stream:
 
 
 class Properties:
-    """Of an H100, as NVIDIA's driver gives them."""
+    """Device properties of an H100, as reported by NVIDIA's driver."""
 
     name, major, minor, multi_processor_count, gcnArchName = "NVIDIA H100 80GB HBM3", 9, 0, 132, ""
     total_memory, L2_cache_size, memory_bus_width = 80 * 2**30, 50 * 2**20, 5120
@@ -160,7 +160,7 @@ def install(inductor: bool = False) -> None:
 
 
 def _on_real_numbers(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes a mesh of others, or the tensor of its ranks, which it reads on the host."""
+    """A function that makes a mesh from others, or the tensor of its ranks, which is read on the host."""
 
     def made(*args: Any) -> Any:
         with unset_fake_temporarily():
@@ -208,7 +208,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention, by the kernel that PyTorch would take on Hopper of those that are enabled."""
+    """scaled_dot_product_attention, with the enabled kernel that PyTorch would choose on Hopper."""
     enabled = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
         "flash": torch.backends.cuda.flash_sdp_enabled(),

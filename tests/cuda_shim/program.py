@@ -46,7 +46,7 @@ from titanlite.plan.step import simulated_ranks  # noqa: E402
 from titanlite.registry.family import family_of  # noqa: E402
 from titanlite.transforms.meta import on_meta  # noqa: E402
 
-# FlexAttention takes no narrower heads; the default tokenizer has 4,096 entries
+# FlexAttention does not support narrower heads; the default tokenizer has 4,096 entries
 tiny.FLAVORS["cell"] = dataclasses.replace(tiny.FLAVORS["large"], head_dim=16)
 tiny_gemma3.FLAVORS["cell"] = tiny_gemma3.FLAVORS["large"]
 tiny_gemma3.FLAVORS["capped"] = dataclasses.replace(tiny_gemma3.FLAVORS["two"], n_layers=2, vocab_size=4096, window=64)
@@ -61,7 +61,7 @@ _KERNELS = {
 
 
 class _Rows(StepDataset):
-    """A data set that reads real rows, which NumPy needs."""
+    """A dataset that reads real rows, which NumPy needs."""
 
     def __getitem__(self, step: int) -> Any:
         with unset_fake_temporarily():
@@ -69,15 +69,15 @@ class _Rows(StepDataset):
 
 
 def _on_meta(*args: Any) -> Any:
-    """A model on the meta device cannot get memory if its tensors are fake there already."""
+    """A model on the meta device cannot get memory if its tensors are already fake."""
     with unset_fake_temporarily():
         return on_meta(*args)
 
 
 def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str]:
-    """Two steps, of which the second is watched, and what surrounds them; returns the second step's operations.
+    """Runs two steps and what surrounds them, and watches the second; returns its operations.
 
-    waits_for_counts: of the second step, in each mixture; all others are faults.
+    waits_for_counts: allowed in the second step, per MoE layer; all other waits are faults.
     """
     torch._dynamo.reset()
     check(config, "cell", ranks, open_files=False)
@@ -116,7 +116,7 @@ def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str
             raise Fault(f"recompiled: {new} graphs in the second step")
         if watch.waits_for_counts != (expected := waits_for_counts * len(experts_of(model))):
             raise Fault(f"host syncs: {watch.waits_for_counts} copies of counts to the host in a step instead of {expected}")
-        next(batches)  # raises what has failed in `prepare`
+        next(batches)  # raises errors of `prepare`
         # a report
         assert len(unread.read()) == 2 and batches.waited() == 0
         # a checkpoint
@@ -126,7 +126,7 @@ def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str
         assert _Stager(pinned=True).stage(tensors).keys() == tensors.keys()
         # validation, samples
         assert validate(model, data, config, mesh, DEVICE)
-        if model.pipeline is not None:  # no rank has a whole model
+        if model.pipeline is not None:  # no rank has all layers
             return watch.operations
         new_ids = generate(model, [[1, 2, 3], [4]], 2, None, Sampling(temperature=0), mesh["tp"].size())
         assert list(map(len, new_ids)) == [2, 2]
@@ -134,7 +134,7 @@ def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str
 
 
 def judge(operations: set[str], cell: Cell) -> None:
-    """Raises Fault where a step has not run the kernels that it should."""
+    """Raises Fault if a step has not run the expected kernels."""
     expected = {_KERNELS[name].format(part) for name in cell.attention for part in ("", "_backward")}
     found = {name for name in operations if "attention" in name}
     if found != expected:

@@ -1,4 +1,4 @@
-"""What operations on a simulated GPU would do to a real one: faults are raised as `Fault`, with operation and line."""
+"""Finds operations on a simulated GPU that would be faults on a real one: raises `Fault`, with operation and line."""
 
 import contextlib
 import re
@@ -27,9 +27,9 @@ from tests.cuda_shim import pretend
 
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
-# A GPU computes float64 at 1/64 of float32's rate, data-centre GPUs at 1/2. A few numbers for each parameter cost nothing.
+# A GPU computes float64 at 1/64 of float32's rate, data-centre GPUs at 1/2. A few values per parameter cost nothing.
 _FEW = 1024
-# Operations of our own, whose insides fake tensors would not run.
+# Our own operations, whose implementation fake tensors would not run.
 _INSIDES: dict[Any, Any] = {
     operation._opoverload: operation._init_fn
     for operation in (exchange_counts, dispatch_experts, combine_experts, experts_backward, grouped_product, grouped_outer)
@@ -41,23 +41,24 @@ _NOT_OURS = (__name__, pretend.__name__)
 
 
 class Fault(Exception):
-    """What must not happen on a GPU."""
+    """Something that must not happen on a GPU."""
 
 
 class Watch:
     """Watches the operations of a FakeTensorMode.
 
-    Outside of `step` the host may wait for the device, as a report does. Fake tensors have no values: where the program reads
-    one on the host, it reads False of a bool tensor, and 1 of others. So every rank sends one row to every other.
+    Outside of `step` the host may wait for the device, as a report does. Fake tensors have no values: if the program reads one
+    on the host, it gets False from a bool tensor, and 1 from others. So every rank sends one row to every other.
 
-    offloaded: the optimizer runs on the host and needs the gradients there. It, and FSDP2 when it adds them up, wait for them.
+    offloaded: the optimizer runs on the host and needs the gradients there. The optimizer, and FSDP2 when it accumulates
+    gradients, wait for them.
     """
 
     def __init__(self, mode: FakeTensorMode, offloaded: bool = False):
-        self.operations: set[str] = set()  # that had a tensor on the device, in steps
+        self.operations: set[str] = set()  # those with a tensor on the device, in steps
         self.waits_for_counts = 0  # in steps
         self._mode = mode
-        self._written: dict[Any, tuple[Any, pretend.Stream, int]] = {}  # storage -> itself, what has written it in steps
+        self._written: dict[Any, tuple[Any, pretend.Stream, int]] = {}  # storage -> itself and its writer in steps
         self._strict, self._offloaded = False, offloaded
         self._dispatch, self._pinned = mode.dispatch, {}
         mode.dispatch = self._watched
@@ -90,7 +91,7 @@ class Watch:
         if operation is _aten.is_pinned.default:
             return self._is_pinned(args[0])
         run, pins = operation, operation is _aten._pin_memory.default
-        if pins:  # FakeTensorMode lacks it
+        if pins:  # FakeTensorMode lacks pinning
             run, args, kwargs = _aten.clone.default, args[:1], {}
         try:
             result = self._dispatch(run, types, args, kwargs)
@@ -104,7 +105,7 @@ class Watch:
                 kinds = ", ".join(f"{tensor.device.type} {tuple(tensor.shape)}" for tensor in given)
                 raise Fault(f"two devices: {operation}{_place()}: {kinds}") from error
             raise
-        if result is NotImplemented:  # a tensor of another class dispatches again on those inside of it
+        if result is NotImplemented:  # a tensor subclass dispatches again on its inner tensors
             return result
         if self._strict and on_device and operation in _INSIDES:
             with self._mode:
@@ -132,8 +133,8 @@ class Watch:
             self._forbid(operation, "no CUDA kernel")
 
     def _judge_streams(self, operation: Any, given: list[Tensor], made: list[Tensor]) -> None:
-        """No kernel reads what another stream may still have to write. Not in the backward pass, in which autograd chooses the
-        streams and waits: the shim has one for it. Recomputation and hooks are judged there too.
+        """No kernel may read what another stream may not have written yet. Not checked in the backward pass, where autograd
+        chooses the streams and waits: the shim has one stream for it. Recomputation and hooks are checked there too.
         """
         stream, (module, _) = pretend.current_stream(), _function()
         if getattr(operation, "is_view", False) or operation.namespace == "prim":  # no kernel
@@ -173,7 +174,7 @@ class Watch:
 
 
 def _place() -> str:
-    """The innermost line of the program, if this thread runs any: a thread of autograd does not."""
+    """The innermost line of the program in this thread; an autograd thread has none."""
     frame = _innermost()
     if frame is None:
         return " in the backward pass"
@@ -206,7 +207,7 @@ def _name(operation: Any) -> str:
 
 
 def _operations_without_cuda() -> set[str]:
-    """Those with kernels for other devices only, by the table that PyTorch itself is generated from."""
+    """Operations with kernels only for other devices, by the table from which PyTorch is generated."""
     table = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
     found = set()
     for entry in re.split(r"^- func: ", table.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:

@@ -40,7 +40,7 @@ FAMILIES = {
 ROUTERS = {"softmax": "plain", "sigmoid, bias, shared": "shared", "grouped": "grouped"}
 BALANCES: dict[str, dict[str, float]] = {
     "none": {},
-    "losses": {"balance_loss": 0.42, "router_z_loss": 0.01},  # with which no choice of these runs depends on rounding
+    "losses": {"balance_loss": 0.42, "router_z_loss": 0.01},  # with these, no routing in these runs depends on rounding
     "moving bias": {"bias_update_speed": 0.01},
 }
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -65,16 +65,16 @@ GATHERS: dict[str, dict[str, Any]] = {
 
 # The largest relative differences from one process.
 TOLERANCES: dict[str, dict[str, float]] = {
-    "float32": {},  # those of titanlite verify
-    # sums in another order are rounded to another of 256 values a power of two
+    "float32": {},  # the tolerances of titanlite verify
+    # sums in another order are rounded differently, to 256 values per power of two
     "bfloat16": {"losses": 5e-3, "norms": 6e-2, "gradients": 6e-2},
-    # a value between two of eight flips to the other one: one flip is seen in all gradients behind it
+    # a value between two of eight may flip to the other one: one flip affects all gradients after it
     "float8": {"losses": 2e-3, "norms": 5e-2, "gradients": 1e-1},
 }
-# What one process alone shows of a cell: all else must not change the mathematics.
+# The factors that the reference process has too: all others must not change the mathematics.
 MATHEMATICS = (
     *("family", "blocks", "precision", "documents", "adapter", "optimizer", "z-loss", "router", "balance"),
-    "validation",  # whose losses are compared too
+    "validation",  # validation losses are compared too
 )
 
 
@@ -100,7 +100,7 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
         sections["validation"] = {"enable": True, "steps": 2}
     if cell["family"] == "Mixture":
         flavor = ROUTERS[cell["router"]]
-        # the routing of these runs takes several rounds, of which each has so much of the mean
+        # a rank receives this share of the mean at a time, so that the routing of these runs takes several chunks
         sections["moe"] = BALANCES[cell["balance"]] | ({"max_tokens_factor": 0.3} if "several" in cell["received"] else {})
     if cell["method"] == "heads exchanged":
         sections["parallelism"]["context_parallel_method"] = "ulysses"
@@ -117,7 +117,7 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
     if cell["optimizer"] == "Muon":
         sections["optimizer"] |= {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile
         if cell["family"] == "Mixture":
-            sections["training"]["seed"] = 1  # with 0 a choice of experts is as close as rounding: with_margin
+            sections["training"]["seed"] = 1  # with 0 a routing decision is within rounding: with_margin
     return config_of(mesh_of_cell(cell), flavor, int(cell["accumulation"][0]), **sections)
 
 
@@ -138,7 +138,7 @@ def documents(config: Config, vocabulary: int) -> Data:
 
 
 def trajectory(cell: Cell, config: Config) -> tuple[Trajectory | None, int]:
-    """What the steps of a cell did, on rank 0, and how many graphs this rank has compiled for them.
+    """The results of a cell's steps, on rank 0, and how many graphs this rank has compiled.
 
     Losses of validation, before the first step and after the last one, follow those of the steps.
     """
@@ -163,14 +163,14 @@ def _validation_loss(run: Run, data: Data) -> float:
 
 
 def with_margin(cell: Cell, config: Config) -> tuple[Trajectory | None, float]:
-    """What one process does, and the smallest margin of all choices of its routers; infinite without routers."""
+    """The results of one process, and the smallest margin of its routing decisions; infinite without routers."""
     with watched_margins() as margins:
         found, _ = trajectory(cell, config)
     return found, min(margins, default=math.inf)
 
 
 def _trained(module: lora.LoraLinear) -> dict[str, Normal]:
-    """Initial distributions as if B had been trained: while it is zero, A has no gradient to compare."""
+    """Initial distributions with a nonzero B: while it is zero, A has no gradient to compare."""
     return {lora.A: Normal(0.1), lora.B: Normal(0.1)}
 
 
@@ -190,14 +190,14 @@ def graphs_of(cell: Cell) -> set[int]:
     graphs = {GRAPHS + local_and_global}
     if "pipeline" in cell["mesh"]:  # a stage can have layers of one kind
         graphs.add(GRAPHS)
-    if cell["adapter"] != "none":  # the input of the first block needs no gradient, unless the model scales what it looks up
+    if cell["adapter"] != "none":  # the input of the first block needs no gradient, unless the model scales its embeddings
         graphs |= {count + 1 for count in graphs}
-    # a graph of the head is used without gradients too
+    # the head also has a graph without gradients
     return {count - 1 for count in graphs} if cell["validation"] != "none" else graphs
 
 
 def faults(cell: Cell, found: Trajectory, reference: Trajectory) -> list[str]:
-    """What is not as one process has it, as far as rounding in the cell's precision does not explain it."""
+    """Differences from one process that rounding in the cell's precision does not explain."""
     tolerances = TOLERANCES[cell["precision"].split()[0]]
     excessive = [
         difference

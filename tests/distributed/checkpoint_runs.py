@@ -1,4 +1,4 @@
-"""Runs with checkpoints, and what goes wrong in them: what the ranks of a pool run, and what tests ask of it."""
+"""Runs with checkpoints and planted failures: what the ranks of a pool run, and what tests check."""
 
 import errno
 import gc
@@ -44,7 +44,7 @@ FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
 
 
 class Outcome(NamedTuple):
-    """What a rank's run has said, and which checkpoints it has read tensors from."""
+    """The messages of a rank's run, and the checkpoints from which it has read tensors."""
 
     log: list[str]
     error: str  # the UserError that ended the run, or nothing
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 
 def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Outcome:
-    """A whole run, with trouble of a kind in it."""
+    """A whole run, with a failure of one kind."""
     log: list[str] = []
     read: list[str] = []
     error, real = "", dcp.load
@@ -74,14 +74,14 @@ def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Outcome:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-        gc.enable()  # a run that is ended by an error leaves it off
+        gc.enable()  # a run that ends with an error leaves it disabled
     dist.barrier()
     return Outcome(log, error, read)
 
 
 @contextmanager
 def slow() -> Iterator[None]:
-    """Writing begins so late that training has changed the tensors meanwhile."""
+    """Delays writing until training has changed the tensors."""
     real, waiting = Writer.write_data, threading.Event()
 
     def late(self: Writer, *words: Any) -> Any:
@@ -94,7 +94,7 @@ def slow() -> Iterator[None]:
 
 @contextmanager
 def harmed(writer: type[FileSystemWriter], method: str, step: int, harm: Callable[[Path], object]) -> Iterator[None]:
-    """Something happens to one checkpoint's folder right after a method of its writer."""
+    """Damages one checkpoint's folder right after a method of its writer."""
     real = getattr(writer, method)
 
     def failing(self: FileSystemWriter, *words: Any) -> Any:
@@ -108,7 +108,7 @@ def harmed(writer: type[FileSystemWriter], method: str, step: int, harm: Callabl
 
 
 def no_write(rank: int, step: int) -> AbstractContextManager[None]:
-    """One rank cannot write its part of one checkpoint to its end."""
+    """One rank cannot completely write its part of one checkpoint."""
     return harmed(Writer, "write_data", step, lambda _: unplug() if dist.get_rank() == rank else None)
 
 
@@ -118,7 +118,7 @@ def unplug() -> None:
 
 @contextmanager
 def no_commit(step: int) -> Iterator[None]:
-    """All have written, and the manifest cannot be."""
+    """All ranks have written, but the manifest cannot be written."""
     real = manifest.write
 
     def failing(folder: Path, contents: manifest.Manifest) -> None:
@@ -131,7 +131,7 @@ def no_commit(step: int) -> Iterator[None]:
 
 
 def wrong_on_disk(rank: int, step: int) -> AbstractContextManager[None]:
-    """A rank's disk keeps something else than what was written to it."""
+    """A rank's disk stores other bytes than those written."""
 
     def harm(folder: Path) -> None:
         if dist.get_rank() == rank:
@@ -141,13 +141,13 @@ def wrong_on_disk(rank: int, step: int) -> AbstractContextManager[None]:
 
 
 def wrong_metadata_on_disk(step: int) -> AbstractContextManager[None]:
-    """As `wrong_on_disk`, for what rank 0 writes for all."""
+    """As `wrong_on_disk`, for the metadata, which rank 0 writes."""
     return harmed(FileSystemWriter, "finish", step, lambda folder: flip(folder / METADATA))
 
 
 @contextmanager
 def full_disk_until_it_is_said(ballast: Path) -> Iterator[None]:
-    """Somebody deletes what has filled the disk as soon as the log complains."""
+    """Frees the full disk as soon as the log reports it."""
 
     class Watching(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -169,7 +169,7 @@ TROUBLE: dict[str, Callable[..., Any]] = {
 
 
 def sample_tensors(degrees: Degrees, value: float) -> dict[str, Tensor]:
-    """Tensors of all the kinds that a run has, full of one value."""
+    """Tensors of all kinds in a run, filled with one value."""
     mesh = mesh_of(degrees)
     shardings = [[Replicate()] * mesh.ndim, [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]]
     shardings += [[*([Replicate()] * (mesh.ndim - 2)), Shard(0), Shard(1)]] if mesh.ndim > 1 else []
@@ -179,15 +179,14 @@ def sample_tensors(degrees: Degrees, value: float) -> dict[str, Tensor]:
 
 
 def save_at_once(folder: Path) -> bool:
-    """Whether a save that is not beside training is complete and reported when `save` returns."""
+    """Whether a synchronous save is complete and reported when `save` returns."""
     saver = Saver(folder, Checkpoint(enable=True, async_mode="disabled"), 60)
     saver.save(1, sample_tensors({}, 1.0), numbers())
     return saver._pending is None
 
 
 def save_twice(degrees: Degrees, folder: Path) -> tuple[list[str], bool]:
-    """Two saves beside training, the first of which takes long; what happened in which order, and whether the first save had
-    been waited for when `save` returned."""
+    """Two asynchronous saves, the first of which is slow; the order of events, and whether `save` waited for the first one."""
     events: list[str] = []
     free, real = threading.Event(), Writer.write_data
 
@@ -203,7 +202,7 @@ def save_twice(degrees: Degrees, folder: Path) -> tuple[list[str], bool]:
     with patch.object(Writer, "write_data", held_up):
         saver.save(1, tensors, numbers())
         waited = "end" in events
-        for tensor in tensors.values():  # as an optimizer's next step would
+        for tensor in tensors.values():  # as the next optimizer step would
             tensor.mul_(2)
         threading.Timer(0.3, free.set).start()
         saver.save(2, tensors, numbers())
@@ -215,7 +214,7 @@ def save_twice(degrees: Degrees, folder: Path) -> tuple[list[str], bool]:
 
 
 def save_a_number(folder: Path) -> None:
-    """A save in which one rank has something to write and all others nothing."""
+    """A save in which only one rank has something to write."""
     saver = Saver(folder, Checkpoint(enable=True), 60)
     saver.save(1, {"scale": torch.tensor(2.0)}, numbers())
     saver.finish()
@@ -225,7 +224,7 @@ def save_a_number(folder: Path) -> None:
 
 
 def move(degrees: Degrees, config: Config, source: Path, folder: Path) -> None:
-    """Loads a checkpoint of a run onto a mesh, and saves from there what has been loaded."""
+    """Loads a checkpoint onto a mesh, and saves it from there."""
     model = build_model(family_of(config.model), config, mesh_of(degrees), CPU)
     optimizer = build_optimizer(model, config.optimizer)
     tensors, found = run_tensors(model, optimizer, None), load.verified(source)
@@ -237,12 +236,12 @@ def move(degrees: Degrees, config: Config, source: Path, folder: Path) -> None:
 
 
 def numbers() -> dict[str, Any]:
-    """What a manifest must hold besides the step."""
+    """The required entries of a manifest besides the step."""
     return {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 
 
 def try_folder(folders: list[Path]) -> str:
-    """What is wrong with a folder that each rank sees in a place of its own."""
+    """The fault of a folder that is a different one on each rank."""
     try:
         check_shared(folders[dist.get_rank()])
     except UserError as error:
@@ -254,7 +253,7 @@ def try_folder(folders: list[Path]) -> str:
 
 
 def train(pools: dict[int, Pool], degrees: Degrees, folder: Path, steps: int, trouble: tuple = (), **sections) -> list[Outcome]:
-    """A run of so many steps with a checkpoint every second one, all of which are kept; what each rank reported."""
+    """Trains this many steps with a checkpoint every second step, all of which are kept; -> the outcome of each rank."""
     keys = {"interval": 2, "keep_latest_k": 0, **sections.pop("checkpoint", {})}
     config = run_config(degrees, folder, steps, checkpoint=keys, **sections)
     return pools[ranks_of(degrees)].run(f"{HERE}:attempt", degrees=degrees, config=config, trouble=trouble)
@@ -273,12 +272,12 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def resumed(folder: Path) -> list[int]:
-    """At which step each start of a run began."""
+    """The step at which each start of a run began."""
     return [start["resumed_step"] for start in json.loads((folder / "provenance.json").read_text())]
 
 
 def assert_same(found: Path, expected: Path, step: int) -> None:
-    """That two runs are the same one, bit for bit."""
+    """Asserts that two runs are equal bit for bit."""
     assert losses(found) == losses(expected)
     here, there = stored(found, step), stored(expected, step)
     assert here.keys() == there.keys()

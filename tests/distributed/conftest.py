@@ -1,4 +1,4 @@
-"""Runs that several files of tests look at; each works on a copy."""
+"""Runs that several test files use; each works on a copy."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.distributed.checkpoint_runs import FILES, SHARD, names, saved, train
 
 @pytest.fixture(scope="session")
 def whole(pools, tmp_path_factory) -> Path:
-    """A run of six steps on two ranks that nothing has happened to, with the losses of all."""
+    """An undisturbed run of six steps on two ranks, with all losses."""
     folder = tmp_path_factory.mktemp("whole")
     assert train(pools, SHARD, folder, 6)[0].error == ""
     return folder

@@ -1,10 +1,10 @@
-"""Which combinations of a mesh, a model and options are trained and compared: a table in which every pair of values occurs.
+"""The combinations of meshes, models and options that are trained and compared: a table in which every pair of values occurs.
 
     python -m tests.distributed.cover [--strength 2] [--seed 3] [--all]
 
-prints the table. Every pair of values that the product allows is in at least one cell, found greedily with a seed
-(Cohen et al., "The AETG System", IEEE TSE 1997). Among cells that cover as much, the cheapest is taken: compiled cells and
-cells on eight ranks cost several times as much as others.
+prints the table. Every supported pair of values is in at least one cell, found greedily with a seed (Cohen et al., "The AETG
+System", IEEE TSE 1997). Among cells that cover equally much, the cheapest is taken: compiled cells and cells on eight ranks
+cost several times as much as others.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import NamedTuple
 Cell = dict[str, str]  # factor -> value
 Values = frozenset[tuple[str, str]]  # some factors and their values
 
-# The first value of each factor is the plain one; a cell of plain values is the reference.
+# The first value of each factor is the plain one; the cell of plain values is the reference.
 FACTORS: dict[str, tuple[str, ...]] = {
     "mesh": (
         "one process", "shard 2", "shard 4", "replicate 2", "tp 2", "tp 4", "replicate 2 x shard 2", "shard 2 x tp 2",
@@ -44,7 +44,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     # of pipelines
     "schedule": ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS"),
     "stages": ("equal", "3 blocks and 1"),
-    # of mixtures
+    # of MoE models
     "router": ("softmax", "sigmoid, bias, shared", "grouped"),
     "experts": ("whole", "split 2", "split 4"),
     "received": ("in one round", "in several rounds"),
@@ -63,12 +63,12 @@ SEVERAL_STAGES = frozenset({"Interleaved1F1B", "LoopedBFS"})  # on each rank
 OTHER_PIPELINES = (PIPELINES - {"pipeline 2"}) | frozenset(FACTORS["schedule"][2:]) | {"3 blocks and 1", "bfloat16 states"}
 # in no table of `make test`
 LATER = EIGHT_RANKS | OTHER_FLOAT8 | OTHER_PIPELINES | {"context 4", "replicate 2 x context 2"}
-SEED = 4  # of the seeds below 20, the cheapest saves 5%
+SEED = 4  # the cheapest of the seeds below 20, which saves 5%
 PLAIN: Cell = {factor: values[0] for factor, values in FACTORS.items()}
 
 
 class Refusal(NamedTuple):
-    """A combination that the product refuses, or that says nothing."""
+    """A combination that titanlite refuses, or that tests nothing."""
 
     factors: tuple[str, ...]
     holds: Callable[..., bool]  # of these factors' values
@@ -126,7 +126,7 @@ REFUSALS = (
 
 
 _PLACES = {factor: place for place, factor in enumerate(FACTORS)}
-# of each factor: its refusals, with the places of their factors
+# the refusals of each factor, with the positions of their factors
 _REFUSALS_AT = [
     [(refusal.holds, [_PLACES[each] for each in refusal.factors]) for refusal in REFUSALS if factor in refusal.factors]
     for factor in FACTORS
@@ -134,15 +134,15 @@ _REFUSALS_AT = [
 
 
 def allowed(cell: Cell) -> bool:
-    """Whether the product takes these values, as far as they are given."""
+    """Whether titanlite supports these values; missing factors are ignored."""
     values = _in_order(cell)
     return all(_taken(values, place) for place, value in enumerate(values) if value)
 
 
 def possible(cell: Cell, without: frozenset[str] = frozenset(), factor: str | None = None) -> bool:
-    """Whether there is a value for every other factor, none of `without`, with which the product takes these.
+    """Whether these values can be completed by values of the other factors, none of `without`.
 
-    factor: the only one that need be checked against the others.
+    factor: the only one that needs to be checked against the others.
     """
     values = _in_order(cell)
     taken = allowed(cell) if factor is None else _taken(values, _PLACES[factor])
@@ -155,7 +155,7 @@ def _in_order(cell: Cell) -> tuple[str, ...]:
 
 
 def _taken(values: tuple[str, ...], place: int) -> bool:
-    """Whether no refusal of the factor at this place holds."""
+    """Whether no refusal of the factor at this position holds."""
     for holds, places in _REFUSALS_AT[place]:
         given = [values[each] for each in places]
         if all(given) and holds(*given):
@@ -165,7 +165,7 @@ def _taken(values: tuple[str, ...], place: int) -> bool:
 
 @functools.cache
 def _completes(values: tuple[str, ...], without: frozenset[str]) -> bool:
-    """Whether the missing ones of allowed values can be added."""
+    """Whether allowed values can be completed."""
     if "" not in values:
         return True
     place = values.index("")
@@ -175,7 +175,7 @@ def _completes(values: tuple[str, ...], without: frozenset[str]) -> bool:
 
 
 def parts(cell: Cell, strength: int, factor: str | None = None) -> Iterator[Values]:
-    """The combinations of `strength` values that a cell shows: in low precision, where rounding hides much, those with it.
+    """The combinations of `strength` values that a cell tests: in low precision, where rounding hides much, only those with it.
 
     factor: only those with its value.
     """
@@ -191,7 +191,7 @@ def parts(cell: Cell, strength: int, factor: str | None = None) -> Iterator[Valu
 
 @functools.cache
 def every_part(strength: int, without: frozenset[str] = frozenset()) -> set[Values]:
-    """All combinations of `strength` values that occur in a cell that the product takes."""
+    """All combinations of `strength` values that occur in a supported cell."""
     found = set()
     for factors in itertools.combinations(FACTORS, strength):
         for values in itertools.product(*(FACTORS[factor] for factor in factors)):
@@ -202,7 +202,7 @@ def every_part(strength: int, without: frozenset[str] = frozenset()) -> set[Valu
 
 
 def cost(cell: Cell) -> float:
-    """About the seconds of a processor that a cell takes."""
+    """The approximate CPU seconds of a cell."""
     ranks = 1
     for degree in re.findall(r"\d", cell["mesh"]):
         ranks *= int(degree)
@@ -220,13 +220,13 @@ def cover(
     beyond: frozenset[str] | None = None,
     tries: int = 12,
 ) -> list[Cell]:
-    """Cells in which every allowed combination of `strength` values occurs, but for those with values of `without`.
+    """Cells in which every allowed combination of `strength` values occurs, except those with values of `without`.
 
-    beyond: those that are not in the cover without these.
+    beyond: only combinations that are not in the cover without these.
     """
     random_ = random.Random(seed)
     left = every_part(strength, without) - (set() if beyond is None else every_part(strength, beyond))
-    # in a fixed order: that of a set differs from process to process
+    # in a fixed order: the order of a set differs between processes
     queue = sorted(left, key=lambda part: sorted(part))
     random_.shuffle(queue)
     cells = []
@@ -240,7 +240,7 @@ def cover(
 
 
 def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random, without: frozenset[str]) -> Cell:
-    """The cell with a value for every factor, each the one that covers most with those before it, or the plainest of such."""
+    """The cell with a value for every factor: each value covers the most with those before it; ties go to the plainest."""
     cell.setdefault("precision", PLAIN["precision"])
     factors = [factor for factor in FACTORS if factor not in cell]
     random_.shuffle(factors)
@@ -256,7 +256,7 @@ def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random,
 
 
 def with_dimensions(cell: Cell) -> set[tuple[str, ...]]:
-    """Each value alone and with each dimension of the mesh: where the mathematics can depend on a mesh, and on nothing else.
+    """Each value alone and with each mesh dimension: where the mathematics can depend only on the mesh.
 
     In low precision, where rounding hides much, only the precision.
     """
@@ -266,12 +266,12 @@ def with_dimensions(cell: Cell) -> set[tuple[str, ...]]:
 
 
 def with_schedules(cell: Cell) -> set[tuple[str, ...]]:
-    """Each value alone, and the mesh of a pipeline with its schedule."""
+    """Each value alone, and pipeline meshes with their schedules."""
     return {(cell["mesh"], cell["schedule"])} | set(cell.items())
 
 
 def few(cells: dict[str, Cell], shows: Callable[[Cell], set[tuple[str, ...]]]) -> list[str]:
-    """The names of cells that together show all that any of them shows: of those that show as much, the cheapest."""
+    """The names of cells that together cover everything that any cell covers, the cheapest on ties."""
     shown = {name: shows(cell) for name, cell in cells.items()}
     left, names = set().union(*shown.values()), []
     while left:
@@ -280,12 +280,12 @@ def few(cells: dict[str, Cell], shows: Callable[[Cell], set[tuple[str, ...]]]) -
     return names
 
 
-# factors whose values say what they are
+# factors whose values are self-explanatory
 SPEAKING = ("mesh", "family", "recompute", "precision", "optimizer", "router", "received", "schedule", "stages")
 
 
 def name(cell: Cell) -> str:
-    """What is not plain about a cell."""
+    """The values of a cell that are not plain."""
     special = [value if factor in SPEAKING else f"{factor} {value}"
                for factor, value in cell.items() if value != PLAIN[factor] and factor != "blocks"]  # fmt: skip
     return ", ".join(special) or "plain"

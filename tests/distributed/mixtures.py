@@ -1,7 +1,7 @@
-"""Cells of MoE models: runs on a mesh that are compared with one process.
+"""Cells of MoE models: runs on a mesh, compared with one process.
 
-Experts are a choice, which rounding can change where two scores are almost equal. So the smallest margin of all choices of the
-reference is known too: rounding must be far below it.
+Rounding can change which experts are chosen if two scores are almost equal. So the smallest margin of the reference's routing
+is computed too: rounding must be far below it.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from titanlite.config.schema import Config
 from titanlite.parallel.mesh import ranks_of
 from titanlite.verify.compare import Trajectory, compare
 
-# (model.name, model.flavor) of what cells name; others are flavors of tests.tiny_moe
+# (model.name, model.flavor) by the names in cells; other names are flavors of tests.tiny_moe
 MODELS = {"gpt_oss": ("tests.tiny_gpt_oss", "plain")}
 STEPS = 3
-MARGIN = 5e-6  # between the scores of the last chosen and the first other expert; rounding changes scores by less than 1e-6
+MARGIN = 5e-6  # between the scores of the last chosen and the next expert; rounding changes scores by less than 1e-6
 COMPILED = {"enable": True, "backend": "aot_eager"}
 # with experts that are split
 MESHES = (
@@ -49,7 +49,7 @@ def config_of_cell(flavor: str, degrees: dict[str, int], variant: str, **more: d
 
 @contextlib.contextmanager
 def watched_margins() -> Iterator[list[float]]:
-    """The smallest margin of each choice that this process makes."""
+    """Records the smallest margin of each routing decision in this process."""
     margins: list[float] = []
     choose = Router.choose
 
@@ -63,7 +63,7 @@ def watched_margins() -> Iterator[list[float]]:
 
 
 def with_margin(degrees: dict[str, int], config: Config) -> tuple[Trajectory, float]:
-    """What one process does, and the smallest margin of a choice in all its steps."""
+    """The results of one process, and the smallest routing margin in all its steps."""
     with watched_margins() as margins:
         found = trajectory(degrees, config)
     assert found is not None
@@ -71,7 +71,7 @@ def with_margin(degrees: dict[str, int], config: Config) -> tuple[Trajectory, fl
 
 
 def margin_of(router: Router, scores: Tensor) -> float:
-    """The smallest difference between a score that decides and the next one, of experts and of groups."""
+    """The smallest difference between the last chosen score and the next one, of experts and of groups."""
     smallest = []
     if router.bias is not None:
         scores = scores + router.bias
@@ -88,7 +88,7 @@ def margin_of(router: Router, scores: Tensor) -> float:
 
 @functools.cache
 def reference(pool: Pool, flavor: str) -> tuple[Trajectory, float]:
-    """A plain run on one process, and the smallest margin of its choices."""
+    """A plain run on one process, and its smallest routing margin."""
     config = config_of_cell(flavor, {}, "plain")
     return pool.run(f"{__name__}:with_margin", degrees={}, config=config)[0]
 

@@ -2,7 +2,7 @@
 
 A pool of N processes joins one default process group once; tests then send it functions by name, which all ranks run
 together. Importing PyTorch for every case would take longer than the cases, so workers are forks of one process that has only
-imported it; making groups again inside a process would leave DTensor's caches with names of groups that are gone.
+imported it. Making groups again inside a process would leave names of destroyed groups in DTensor's caches.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ _GRACE = 10.0  # seconds that the other ranks get after the first one has failed
 
 
 def context() -> multiprocessing.context.ForkServerContext:
-    """What starts processes that are forks of one that has imported what tests/preload.py lists."""
+    """A context whose processes are forks of one with the imports of tests/preload.py."""
     multiprocessing.set_forkserver_preload(["tests.preload"])
     return multiprocessing.get_context("forkserver")
 
 
 class WorkerFailure(AssertionError):
-    """A rank raised, died or did not answer; the text says which one and shows what it knows."""
+    """A rank raised, died or did not answer; the message says which one, with details."""
 
 
 class Pool:
@@ -47,7 +47,7 @@ class Pool:
     def run(self, function: str, timeout: float = PATIENCE, **arguments: Any) -> list[Any]:
         """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure.
 
-        gloo can abort a process by itself: where a rank has ended so, new ranks get a second try, with a warning.
+        gloo can abort a process: then new ranks retry once, with a warning.
         """
         try:
             return self._run(function, timeout, arguments)
@@ -114,15 +114,15 @@ class Pool:
     def _stack(self, rank: int) -> str:
         os.kill(self.workers[rank].pid, signal.SIGUSR1)
         file = Path(self.folder.name) / f"stack-{rank}"
-        with contextlib.suppress(AssertionError):  # it may not answer this either
+        with contextlib.suppress(AssertionError):  # it may not answer this signal either
             until(lambda: file.stat().st_size, patience=30)
         return file.read_text()
 
 
 def _share_one_device() -> None:
-    """Makes all groups of a process share one device of gloo, whose thread wakes up a hundred times a second.
+    """Makes all groups of a process share one gloo device, whose thread wakes up a hundred times a second.
 
-    Without, each group has a device of its own: sixty idle groups take 6% of a core in every rank, with one device 0.3%.
+    Otherwise each group has its own device: sixty idle groups take 6% of a core in every rank, with one device 0.3%.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -137,7 +137,7 @@ def _share_one_device() -> None:
 
 
 def _share_groups_between_meshes() -> None:
-    """Makes dimensions of meshes share the process group of the same ranks.
+    """Makes mesh dimensions over the same ranks share a process group.
 
     A mesh has five dimensions, most of them of one rank, and tests use a dozen meshes: without this, threads and sockets of
     their groups would accumulate in ranks that live as long as the tests.
@@ -156,11 +156,11 @@ def _share_groups_between_meshes() -> None:
 
 
 def _end_groups(before: set[Any]) -> None:
-    """Destroys the groups that a call has left, but for those of meshes, whose names DTensor's caches keep."""
+    """Destroys the groups that a call has left, except those of meshes, whose names DTensor's caches keep."""
     import torch.distributed as dist
 
     for group in set(dist.distributed_c10d._world.pg_map) - before:
-        # names that are no counters can come again, while the addresses of their old ranks stay in the store
+        # names other than counters may be reused, while the addresses of their old ranks stay in the store
         if group.group_name.isdigit() and not group.group_desc.startswith("mesh_"):
             dist.destroy_process_group(group)
 
@@ -173,11 +173,11 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
     children.end_with_starter()
     stack = open(f"{folder}/stack-{rank}", "w")
-    # blocked in a fork server that data workers have started, and with it in all its forks
+    # blocked in a fork server that data workers have started, and so in all its forks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    # gathering whole tensors for a comparison is slow on purpose
+    # gathering full tensors for a comparison is expected to be slow
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     _share_one_device()
     store = dist.FileStore(f"{folder}/store", size)

@@ -1,4 +1,4 @@
-"""What the ranks of a pool run: the framework's own functions, with what they did handed back for comparison."""
+"""What the ranks of a pool run: titanlite's own functions, whose results are returned for comparison."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ from titanlite.verify.compare import Trajectory, record, whole
 GRAPHS = 1 + 3
 CPU = torch.device("cpu")
 GLOBAL_BATCH = 8
-# [activation_checkpoint], by what tests call it
+# [activation_checkpoint], by the names that tests use
 MODES = {
     "none": {"mode": "none"},
     "full": {"mode": "full"},
@@ -45,7 +45,7 @@ MODES = {
 
 
 def config_of(degrees: dict[str, int], flavor: str = "plain", accumulation: int = 1, **sections: dict[str, Any]) -> Config:
-    """A configuration of the tiny model on a mesh, with `sections` such as training={"seed": 1} laid over it."""
+    """A configuration of the tiny model on a mesh, overridden by `sections` such as training={"seed": 1}."""
     parts = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     values: dict[str, Any] = {
         "model": {"name": "tests.tiny", "flavor": flavor},
@@ -82,7 +82,7 @@ def _mesh(degrees: tuple[int, ...]) -> DeviceMesh:
 
 
 def mesh_of(degrees: dict[str, int]) -> DeviceMesh:
-    """The mesh of these degrees, made once in this process and by all ranks together."""
+    """The mesh of these degrees, created once in this process and by all ranks together."""
     return _mesh(tuple(degrees.get(name, 1) for name in DIMENSIONS))
 
 
@@ -93,7 +93,9 @@ def learnable_data(config: Config) -> Data:
 
 
 def learnable_ids(vocabulary: int) -> np.ndarray:
-    """20,000 tokens that use 24 entries spread over the vocabulary, the last one too: the next is mostly a function of two."""
+    """20,000 tokens of 24 vocabulary entries, including the last one: the next token is mostly a function of the previous
+    two.
+    """
     random = np.random.default_rng(0)
     entries = np.linspace(0, vocabulary - 1, 24).astype(np.uint16)
     ids = [0, 1]
@@ -114,8 +116,8 @@ def first_microbatch(config: Config, mesh: DeviceMesh) -> Batch:
 
 
 def given_gradients(degrees: dict[str, int], config: Config, steps: int, rate: float = 1e-3) -> dict[str, Tensor]:
-    """Weights and state, whole, after steps whose gradients are a function of name, step and position; `... at first`."""
-    torch._dynamo.reset()  # workers live on, and each optimizer is compiled again
+    """Full weights and state after steps with gradients that are a function of name, step and position; `... at first`."""
+    torch._dynamo.reset()  # workers are reused, and each optimizer is compiled again
     model = build_model(family_of(config.model), config, mesh_of(degrees), CPU)
     optimizer = build_optimizer(model, config.optimizer, group=stage_group(mesh_of(degrees)))
     before = {f"{name} at first": whole(p) for name, p in model.named_parameters()}
@@ -123,7 +125,7 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int, rate: f
         for name, p in model.named_parameters():
             p.grad = torch.empty_like(p, requires_grad=False)
             fill(p.grad, f"{name} {step}", Normal(1e-3), seed=1)
-        # no clipping: a norm is summed in another order on every mesh
+        # no clipping: the norm is summed in another order on every mesh
         update(model, optimizer, rate * (step + 1), math.inf)
     tensors = dict(model.named_parameters()) | named_state(optimizer, model)
     # gloo does not gather int16
@@ -131,7 +133,7 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int, rate: f
 
 
 def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
-    """Trains for `training.steps`; rank 0 returns what happened, and how many graphs were compiled for it."""
+    """Trains for `training.steps`; rank 0 returns the trajectory, and how many graphs were compiled."""
     torch._dynamo.reset()
     counters.clear()
     found = record(config, learnable_data(config), mesh_of(degrees), CPU)
@@ -139,7 +141,7 @@ def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int
 
 
 def local_numbers(model: nn.Module) -> int:
-    """How many values of the model this rank holds."""
+    """The number of model values on this rank."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""One process casts parameters where they are used in place of FSDP2: the same numbers, no more memory, for every model."""
+"""One process casts parameters where they are used, instead of FSDP2: the same results, no more memory, for every model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -57,20 +57,20 @@ def bytes_between_passes(fsdp: bool, keep_casts: bool = False, **sections: Any) 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "budget"])
-def test_no_more_is_kept_for_the_backward_pass_than_fsdp_keeps(pools, mode, backend):
+def test_no_more_is_kept_for_the_backward_pass_than_with_fsdp(pools, mode, backend):
     sections = {"activation_checkpoint": MODES[mode], "compile": {"enable": backend is not None, "backend": backend or "eager"}}
     ours, theirs = (pools[1].run(f"{HERE}:bytes_between_passes", fsdp=fsdp, **sections)[0] for fsdp in (False, True))
     print(f"{mode}, {backend}: {ours:,} bytes, with FSDP2 {theirs:,}")
     assert ours <= theirs
 
 
-def test_what_was_cast_is_not_kept_for_the_backward_pass(pools):
+def test_cast_parameters_are_not_kept_for_the_backward_pass(pools):
     less, more = (pools[1].run(f"{HERE}:bytes_between_passes", fsdp=False, keep_casts=keep)[0] for keep in (False, True))
     assert less < 0.95 * more, (less, more)
 
 
 class OwnHead(nn.Module):
-    """A head as a fork may write it: it knows nothing of masters."""
+    """A head as a fork may write it, without regard to master weights."""
 
     def __init__(self, config: llama3.Config):
         super().__init__()
@@ -103,7 +103,7 @@ class WithDerivedHead(llama3.Model):
 
 
 class WithKeywords(llama3.Model):
-    """It calls its blocks by keywords, and has a parameter of its own in no block."""
+    """It calls its blocks with keyword arguments, and has a parameter outside of blocks."""
 
     def __init__(self, config: llama3.Config):
         super().__init__(config)
@@ -120,7 +120,7 @@ class WithKeywords(llama3.Model):
 
 @pytest.mark.parametrize("flavor", ["plain", "tied"])
 @pytest.mark.parametrize("module", [None, WithOwnHead, WithDerivedHead, WithKeywords])
-def test_models_of_every_kind_give_in_bfloat16_what_they_give_with_fsdp(pools, flavor, module):
+def test_every_kind_of_model_equals_fsdp_in_bfloat16(pools, flavor, module):
     ours, theirs = (pools[1].run(f"{HERE}:step", fsdp=fsdp, flavor=flavor, module=module)[0] for fsdp in (False, True))
     assert ours[0].item() == pytest.approx(theirs[0].item(), rel=1e-4)
     assert ours[1].keys() == theirs[1].keys()

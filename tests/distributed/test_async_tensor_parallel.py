@@ -1,7 +1,7 @@
 """Tensor parallelism whose communication is overlapped by the compiler.
 
-The operations that it puts in exist for CUDA alone, and take memory that GPUs share. On a CPU PyTorch's own stand-ins, which
-compute the same one after the other, take their place: so the graphs, and what they compute, are those of a GPU.
+The operations that it inserts exist only for CUDA, and need memory that GPUs share. On a CPU, PyTorch's sequential fallbacks
+replace them, so the graphs and their results are those of a GPU.
 """
 
 from collections import Counter
@@ -44,10 +44,10 @@ _STAND_INS = {
 
 
 class Graph(NamedTuple):
-    """What a compiled graph does that has to do with communication."""
+    """The communication of a compiled graph."""
 
     operations: Counter[str]  # after the compiler's pass
-    copies: list[str]  # before it: operations that write all tokens' hidden states once more
+    copies: list[str]  # before the pass: operations that copy the hidden states of all tokens
 
 
 def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor], list[Graph]]:
@@ -104,7 +104,7 @@ def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pool
     # the forward pass: each of two sublayers gathers for its first matmuls and reduce-scatters its last one, all overlapped
     assert (forward.operations[GATHER], forward.operations[SUM]) == (2, 2)
     assert not any("_c10d_functional" in operation for operation in forward.operations)
-    # the backward pass gathers the gradients of the two sums into the products that need them; its own sums are of several
+    # the backward pass gathers the gradients of the two sums into the matmuls that need them; its own sums are of several
     assert (backward.operations[GATHER], backward.operations[SUM], backward.operations[PLAIN_SUM]) == (2, 0, 2)
     assert not backward.operations[PLAIN_GATHER]
 
@@ -112,7 +112,7 @@ def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pool
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "batch"), [("tensorwise", 1), ("rowwise", 2)])
 def test_with_float8_it_overlaps_the_sums_of_the_forward_pass(pools, recipe, batch):
-    """Both runs are compiled: without the compiler, values are rounded to bfloat16 in other places."""
+    """Both runs are compiled: eager code rounds to bfloat16 in other places."""
     sections = {
         "training": {"mixed_precision_param": "bfloat16"},
         "float8": {"enable": True, "recipe_name": recipe},  # not emulated: what the pass matches are float8 matmuls
@@ -122,7 +122,7 @@ def test_with_float8_it_overlaps_the_sums_of_the_forward_pass(pools, recipe, bat
     loss, found, (forward, backward) = run(pools, True, batch, **sections)
     assert loss == plain_loss and all(torch.equal(found[name], gradient) for name, gradient in plain.items())
     assert (forward.operations[SCALED_SUM], forward.operations[PLAIN_SUM]) == (2, 0)
-    # not overlapped: layers cast what they have received, and other products than the sum's last one are in between
+    # not overlapped: layers cast what they have received, and other matmuls than the sum's last one are in between
     assert (forward.operations[PLAIN_GATHER], backward.operations[PLAIN_GATHER], backward.operations[PLAIN_SUM]) == (2, 2, 2)
 
 
@@ -131,6 +131,6 @@ def test_without_it_the_pass_stays_off(pools):
 
 
 def stays_off() -> None:
-    with inductor.patch(_micro_pipeline_tp=True, post_grad_custom_pre_pass=print):  # as a model before this one leaves them
+    with inductor.patch(_micro_pipeline_tp=True, post_grad_custom_pre_pass=print):  # as an earlier model leaves them
         tensor.overlap_tensor_parallel(False, mesh_of(TP)["tp"])
         assert {name: getattr(inductor, name) for name in OFF} == OFF

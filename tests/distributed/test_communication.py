@@ -29,8 +29,8 @@ from titanlite.plan.predict import predict
 from titanlite.plan.trace import RecordedLayer, Trace
 from titanlite.registry.family import family_of
 
-# PyTorch's operations, of FSDP2 and of DTensor: what each is, and where the whole tensor stands among its arguments; None: it
-# is the result.
+# PyTorch's operations, of FSDP2 and of DTensor: the collective, and the position of the full tensor among the arguments; None:
+# it is the result.
 _OPERATIONS = {
     "_allgather_base_": ("all-gather", 0),
     "allgather_": ("all-gather", 0),
@@ -48,7 +48,7 @@ _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "recv_")
 
 
 class Sent(TorchDispatchMode):
-    """(collective, ranks of the group) -> how often; bytes of the whole tensors. An operation that it does not know fails."""
+    """(collective, ranks of the group) -> calls and bytes of the full tensors. An unknown operation is an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others, such as a DTensor: its operations come again, on these
+            return NotImplemented  # a tensor subclass such as DTensor: its operations are dispatched again on the inner tensors
         result = operation(*args, **(kwargs or {}))
         name = operation._schema.name.partition("::")[2]
         if operation.namespace in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
@@ -69,12 +69,12 @@ class Sent(TorchDispatchMode):
         return result
 
     def kinds(self) -> Counter[str]:
-        """How many collectives of each kind there were, in groups of several ranks."""
+        """The number of collectives of each kind in groups of several ranks."""
         return sum((Counter({kind: calls}) for (kind, ranks), calls in self.calls.items() if len(ranks) > 1), Counter())
 
 
 def _ranks_of(operation: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The ranks of the group that an operation was given, as an object or by its name."""
+    """The ranks of an operation's group, an object or a name."""
     names = [argument.name for argument in operation._schema.arguments]
     given = args[names.index("process_group" if "process_group" in names else "group_name")]
     group = dist.distributed_c10d._resolve_process_group(given) if isinstance(given, str) else dist.ProcessGroup.unbox(given)
@@ -82,7 +82,7 @@ def _ranks_of(operation: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def second_step(degrees: dict[str, int], config: Config) -> dict[Any, tuple[int, int]]:
-    """Calls and bytes of what this rank sent in its second step."""
+    """Calls and bytes that this rank sent in its second step."""
     mesh = mesh_of(degrees)
     model = build_model(family_of(config.model), config, mesh, CPU)
     optimizer = build_optimizer(model, config.optimizer)
@@ -117,7 +117,7 @@ ON_GLOO = {name: CASES[name] for name in (
     "tp 2, norms behind sublayers",
     "vocabulary 515, 2 x 2",
 )} | COUNTED  # fmt: skip
-# A table by shapes, accumulation, and what only counting can say: Muon, gathers in float8, weights of features.
+# A formula by shapes, accumulation, and cases without a formula: Muon, gathers in float8, weights of features.
 SHORT = [
     "hybrid, tied, accumulation",
     "2 x 2, Muon",
@@ -145,7 +145,7 @@ def test_a_step_sends_what_is_predicted(pools: dict[int, Pool], name):
 
 
 def balanced(router: Router, scores: Tensor) -> Tensor:
-    """Each pair of experts as often as any other one, and in every part of the tokens."""
+    """Each pair of experts equally often, in every part of the tokens."""
     pairs = torch.combinations(torch.arange(scores.shape[1]), router.top_k)
     return pairs[torch.arange(len(scores)) * 5 % len(pairs)]
 
@@ -159,7 +159,7 @@ def uneven(router: Router, scores: Tensor) -> Tensor:
     rows = len(scores) * router.top_k
     counts = torch.tensor(UNEVEN) * rows // sum(UNEVEN)
     chosen = torch.arange(len(UNEVEN)).repeat_interleave(counts).view(router.top_k, -1).T
-    return chosen[torch.arange(len(scores)) * 37 % len(scores)]  # in every part of the tokens alike
+    return chosen[torch.arange(len(scores)) * 37 % len(scores)]  # evenly over the parts of the tokens
 
 
 def step_with_exchange(
@@ -200,7 +200,7 @@ def test_a_step_with_split_experts_sends_what_is_predicted(pools, name):
 
 
 @pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, four chunks"], EXCHANGES))
-def test_a_replayed_trace_sends_what_ranks_with_its_routing_send(pools, name):
+def test_a_replayed_trace_sends_what_its_routing_requires(pools, name):
     """Rank 0 is the busiest rank."""
     trace = Trace(step=1, mixtures=[RecordedLayer(top_k=2, counts=UNEVEN)] * 2)
     compare_exchange(pools, *EXCHANGES[name], trace, uneven)

@@ -1,4 +1,4 @@
-"""P1: the mesh does not change the mathematics, whatever it is combined with: every cell of a table against one process.
+"""P1: the mesh does not change the mathematics in any combination: every cell of a table against one process.
 
 `python -m tests.distributed.cover` prints the table; `pytest -k "tp 2"` runs the cells with that in their names.
 """
@@ -18,13 +18,13 @@ from titanlite.verify.compare import Trajectory, compare
 CELLS = {cover.name(cell): cell for cell in cover.cover(without=LATER)}
 # Those of `make test`; `make test-all` has every pair.
 FEW = cover.few(CELLS, cover.with_dimensions)
-# In `make test-all` inductor compiles those that together show every value which changes kernels, in place of "aot_eager".
+# In `make test-all`, inductor instead of "aot_eager" compiles cells that cover every value which changes kernels.
 _OF_KERNELS = ("family", "recompute", "precision", "documents", "adapter", "router")
 COMPILED = one_of_each(
     {name: {factor: cell[factor] for factor in _OF_KERNELS} for name, cell in CELLS.items() if cell["compile"] != "no"}
 )
-# Several dimensions at once need eight ranks, which take as long as ten other cells: what is most unlike Llama, and what is
-# special in gathering.
+# Several dimensions at once need eight ranks, which take as long as ten other cells: the families least like Llama, and special
+# cases of gathering.
 EIGHT, CONTEXT = "replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2"
 AT_ONCE = [
     {"mesh": CONTEXT, "family": "Gemma 3", "documents": "many", "recompute": "per operation"},
@@ -50,7 +50,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "in
 
 @pytest.fixture(scope="module")
 def references(pools) -> Callable[[Cell], Trajectory]:
-    """What one plain process does, run once for all cells with the same mathematics."""
+    """The trajectory of one plain process, run once for all cells with the same mathematics."""
     known: dict[tuple[str, ...], Trajectory] = {}
 
     def reference(cell: Cell) -> Trajectory:
@@ -72,7 +72,7 @@ def assert_as_on_one_process(pools, references, cell: Cell, backend: str = "aot_
     assert graphs in cells.graphs_of(cell)
 
 
-def test_every_pair_that_the_product_takes_is_in_a_cell():
+def test_every_valid_pair_of_values_is_in_a_cell():
     covered = {part for cell in CELLS.values() for part in cover.parts(cell, 2)}
     assert covered == cover.every_part(2, LATER)
     assert all(map(cover.allowed, CELLS.values()))
@@ -90,7 +90,7 @@ def test_a_cell_gives_the_weights_batches_losses_norms_and_gradients_of_one_proc
     [pytest.param(values, marks=pytest.mark.slow) if number else values for number, values in enumerate(AT_ONCE)],
     ids=[cover.name(PLAIN | values) for values in AT_ONCE],
 )
-def test_all_dimensions_at_once_too(pools, references, values):
+def test_all_mesh_dimensions_at_once_equal_one_process(pools, references, values):
     assert_as_on_one_process(pools, references, PLAIN | values)
 
 
@@ -99,19 +99,19 @@ def test_all_dimensions_at_once_too(pools, references, values):
     [pytest.param(values, marks=pytest.mark.slow) if number else values for number, values in enumerate(WITH_STAGES)],
     ids=[cover.name(PLAIN | _STAGES | values) for values in WITH_STAGES],
 )
-def test_stages_with_several_dimensions_too(pools, references, values):
+def test_stages_with_several_mesh_dimensions_equal_one_process(pools, references, values):
     assert_as_on_one_process(pools, references, PLAIN | _STAGES | values)
 
 
 @pytest.mark.parametrize("family", cells.FAMILIES)
-def test_the_references_learn_from_gradients_that_are_not_zero(references, family):
+def test_the_references_learn_from_nonzero_gradients(references, family):
     found = references(PLAIN | {"family": family})
     assert found.losses[-1] < 0.999 * found.losses[0]
     assert all(gradient.norm() > 1e-6 for gradient in found.gradients.values())
 
 
-def test_the_reference_of_an_adapter_has_gradients_that_are_not_zero(references):
-    gradients = references(PLAIN | {"adapter": "lora"}).gradients  # three steps are too few to learn
+def test_the_reference_with_an_adapter_has_nonzero_gradients(references):
+    gradients = references(PLAIN | {"adapter": "lora"}).gradients  # three steps are too few for the loss to fall
     assert all(gradient.norm() > 1e-6 for gradient in gradients.values())
 
 
@@ -124,7 +124,7 @@ def test_lower_precision_follows_float32_and_keeps_float32_masters(references):
         assert compare(found, plain).worst("gradients").size > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- in `make test-all` alone
+# ------------------------------------------------------------------------------------------------- only in `make test-all`
 
 # `make campaign PART=cells` and `PART=pipelines` run all cells.
 
@@ -134,12 +134,12 @@ FEW_OTHERS = cover.few(OTHERS, cover.with_schedules)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW_OTHERS)
-def test_other_recipes_of_float8_and_pipelines_give_what_one_process_gives(pools, references, name):
+def test_other_float8_recipes_and_pipelines_equal_one_process(pools, references, name):
     assert_as_on_one_process(pools, references, OTHERS[name])
 
 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", COMPILED)
-def test_inductors_kernels_give_what_one_plain_process_gives(pools, references, name):
+def test_inductor_kernels_equal_one_plain_process(pools, references, name):
     assert_as_on_one_process(pools, references, CELLS[name], "inductor")

@@ -1,7 +1,7 @@
 """What only a GPU can show, on one of them: no step waits for it, offload changes nothing, a tiny run equals the CPU's, and
 FlexAttention's kernels keep documents apart as the dense mask does.
 
-Without a GPU most of them run on the CPU, as far as their code goes there: a changed name or signature shows at once.
+Without a GPU most of them run on the CPU as far as possible, so that a changed name or signature is found at once.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def device() -> torch.device:
 
 @contextlib.contextmanager
 def waiting_is_an_error(device: torch.device) -> Iterator[None]:
-    """Inside, a host sync raises an error. A CPU computes at once, so nothing waits for it."""
+    """A host sync inside raises an error. On a CPU there are none."""
     if device.type == "cpu":
         yield
         return
@@ -89,7 +89,7 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device(device):
         step(2)
 
 
-def test_a_gpu_gives_the_first_weights_bit_for_bit_and_the_losses_of_a_cpu(device):
+def test_a_gpu_has_the_initial_weights_bit_for_bit_and_the_losses_of_a_cpu(device):
     torch.backends.cuda.matmul.allow_tf32 = False
     result = compare(trajectory(device.type), trajectory("cpu"))
     assert result.worst("weights").size == result.worst("batches").size == 0
@@ -104,7 +104,7 @@ def test_offload_to_the_cpu_changes_nothing():
 
 
 @needs_cuda
-def test_a_router_of_bfloat16_matrices_has_the_logits_and_gradients_of_a_cpu():
+def test_a_bfloat16_router_has_the_logits_and_gradients_of_a_cpu():
     x, weight, gradients = torch.randn(512, 256).bfloat16(), (torch.randn(64, 256) / 16).bfloat16(), torch.randn(512, 64)
     results = {}
     for device in ("cpu", "cuda"):
@@ -120,8 +120,8 @@ def test_a_router_of_bfloat16_matrices_has_the_logits_and_gradients_of_a_cpu():
 
 # ------------------------------------------------------------------------------------------------ attention inside documents
 
-_LENGTHS = [(1, 130, 250, 4), (300, 84, 1), (385,)]  # of the documents of three rows of 384 tokens and a last label
-_FLEX_HEAD = 16  # dimensions; FlexAttention's kernels take no fewer
+_LENGTHS = [(1, 130, 250, 4), (300, 84, 1), (385,)]  # of documents in three rows of 384 tokens and a last label
+_FLEX_HEAD = 16  # the fewest dimensions that FlexAttention's kernels support
 
 
 def flexible_model(dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -130,7 +130,7 @@ def flexible_model(dtype: torch.dtype, device: torch.device) -> nn.Module:
         model = llama3.Model(dataclasses.replace(FLAVORS["plain"], head_dim=_FLEX_HEAD))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    return model.to(dtype)  # rounded here: PyTorch 2.11 draws other numbers for bfloat16 than for float32
+    return model.to(dtype)  # rounded here, since PyTorch 2.11 draws different numbers for bfloat16 and float32
 
 
 def packed_rows(device: torch.device, seed: int = 0) -> Batch:
@@ -199,7 +199,7 @@ def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch
     assert counters["stats"]["unique_graphs"] == (2 if device.type == "cuda" else 0)
 
 
-def test_checkpointing_per_operation_sees_attention_as_one_operation_that_it_keeps(monkeypatch, device):
+def test_checkpointing_by_operation_keeps_attention_as_one_operation(monkeypatch, device):
     seen, policy = set(), activation_checkpoint._policy
 
     def spying(kept, rank):
@@ -230,7 +230,7 @@ def test_nothing_about_documents_waits_for_the_device(device):
 
 
 def of_kernel(name: str, precision: str, device: torch.device, mask: bool = False) -> tuple[dict[str, Tensor], str]:
-    """Loss and gradients with one kernel of attention, and what the log says of it."""
+    """Loss and gradients with one attention kernel, and the log's line about it."""
     config = config_of({}, model={"attention": name}, training={"mixed_precision_param": precision})
     model = flexible_model(DTYPES[precision], device)
     choose_attention(model, config, device)
@@ -240,7 +240,7 @@ def of_kernel(name: str, precision: str, device: torch.device, mask: bool = Fals
 
 
 @pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "efficient"])
-def test_every_kernel_computes_what_the_mathematics_says(name, device):
+def test_every_attention_kernel_equals_the_reference(name, device):
     config = config_of({}, model={"attention": name}, training={"mixed_precision_param": "bfloat16"})
     if faults := list(attention_faults(config, family_of(config.model))):
         pytest.skip(faults[0])

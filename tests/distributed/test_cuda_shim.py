@@ -1,4 +1,4 @@
-"""The program on a simulated GPU (tests/cuda_shim): none of the faults that a GPU would show, and planted ones are named."""
+"""The program on a simulated GPU (tests/cuda_shim) has no faults that a GPU would show, and planted ones are named."""
 
 import json
 import subprocess
@@ -41,9 +41,9 @@ _OFTEN = ["an .item() in the step", "another copy of counts in the exchange"]
 
 @pytest.fixture(scope="module")
 def faults(request, tmp_path_factory) -> dict[str, str]:
-    """The fault of each cell that this session runs, or ""; two processes share the cells.
+    """The fault, or "", of each cell that this session runs, in two processes.
 
-    Those of PP x TP have a process of their own, because DTensor remembers the group of another mesh's equal dimension.
+    Cells of PP x TP have a process of their own, because DTensor caches the group of another mesh's equal dimension.
     """
     chosen = [item.callspec.params["cell"] for item in request.session.items if item.path == Path(__file__)]
     folder = tmp_path_factory.mktemp("shim")
@@ -51,7 +51,7 @@ def faults(request, tmp_path_factory) -> dict[str, str]:
     running = []
     apart = [cell for cell in chosen if "PP" in cell and "TP" in cell]
     rest = [cell for cell in chosen if cell not in apart]
-    parts = 2 if len(rest) > 8 else 1  # a start costs as much as some cells
+    parts = 2 if len(rest) > 8 else 1  # a start takes as long as a few cells
     for part, cells in enumerate(filter(None, [*(rest[part::parts] for part in range(parts)), apart])):
         output, errors = folder / f"{part}.jsonl", folder / f"{part}.log"
         command = [sys.executable, "-m", "tests.cuda_shim.program", *cells]
@@ -71,12 +71,13 @@ def faults(request, tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("cell", slow_but(_FEW, CELLS))
 def test_the_program_runs_on_a_simulated_gpu(faults, cell):
-    """From initialization to generation, with the right kernels of attention. In the second step no host sync, pageable copy,
-    float64 kernel, tensor on the CPU, operator without CUDA kernel, or recompilation. Where experts are split, the host waits
-    for the counts once in each mixture and forward pass, recomputed ones too, and for nothing else."""
+    """From initialization to generation, with the expected attention kernels. In the second step no host sync, pageable copy,
+    float64 kernel, tensor on the CPU, operator without CUDA kernel, or recompilation. If experts are split, the host waits only
+    for the counts, once per MoE layer and forward pass, including recomputation.
+    """
     assert not faults[cell], faults[cell]
 
 
 @pytest.mark.parametrize("cell", slow_but(_OFTEN, _PLANTED))
-def test_a_fault_that_only_a_gpu_would_show_is_named(faults, cell):
+def test_a_planted_gpu_fault_is_named(faults, cell):
     assert faults[cell].startswith(f"Fault: {_PLANTED[cell]}"), faults[cell]

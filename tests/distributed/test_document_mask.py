@@ -1,4 +1,4 @@
-"""P1 with documents, the way of a GPU: FlexAttention on meshes. test_cover.py has the dense mask of a CPU."""
+"""P1 with documents, as on a GPU: FlexAttention on meshes. test_cover.py has the dense mask of a CPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ HERE = "tests.distributed.test_document_mask"
 
 
 def with_flex_attention(cell: Cell, config: Config) -> tuple[Trajectory | None, int]:
-    """With the plain implementation, which goes backward on a CPU when nobody asks whether it may."""
+    """With the plain implementation, whose backward pass works on a CPU if the check is bypassed."""
     compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
 
     def with_block_mask(seq: SeqInfo) -> SeqInfo:
@@ -42,10 +42,10 @@ def with_flex_attention(cell: Cell, config: Config) -> tuple[Trajectory | None, 
         pytest.param("shard 2 x tp 2", "none", "blocks", marks=pytest.mark.slow),
     ],
 )
-def test_flex_attention_goes_through_meshes_checkpointing_and_compiler(pools, mesh, mode, compiled):
+def test_flex_attention_works_with_meshes_checkpointing_and_compile(pools, mesh, mode, compiled):
     cell = PLAIN | {"mesh": mesh, "recompute": mode, "compile": compiled, "documents": "many"}
     pool, words = pools[ranks_of(degrees_of(mesh))], {"cell": cell, "config": cells.config_of_cell(cell)}
     found, graphs = pool.run(f"{HERE}:with_flex_attention", **words)[0]
     reference, _ = cells.run(pools, cells.reference_of(cell))
     assert cells.faults(cell, found, reference) == []
-    assert graphs == (GRAPHS if compiled == "blocks" else 1)  # by itself, FlexAttention alone is compiled
+    assert graphs == (GRAPHS if compiled == "blocks" else 1)  # otherwise only FlexAttention is compiled

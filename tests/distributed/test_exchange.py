@@ -26,7 +26,7 @@ from titanlite.registry.family import family_of
 
 HERE = "tests.distributed.test_exchange"
 EXPERTS, TOKENS = 8, 48  # tokens of each rank
-# which experts a bias makes all tokens choose; none: as their scores are
+# the experts that a bias makes all tokens choose; none: by their scores
 ROUTINGS: dict[str, tuple[int, ...]] = {
     "one expert": (0,),
     "the last expert": (7,),
@@ -53,7 +53,7 @@ def whole_layer(dim: int, hidden: int, routing: str, kind: dict[str, Any]) -> Mo
 
 
 def split_layer(whole: MoE, dim: int, hidden: int, factor: float, kind: dict[str, Any]) -> MoE:
-    """What one rank of the default group has of it."""
+    """One rank's part of the layer in the default group."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     assert group is not None
     size = EXPERTS // ranks
@@ -75,7 +75,8 @@ def results_and_gradients(layer: MoE, x: torch.Tensor, gradients: torch.Tensor) 
 
 
 def differences(routing: str, factor: float, kind: dict[str, Any], dtype: torch.dtype, dim: int = 16) -> dict[str, list[float]]:
-    """How far results and gradients of a split layer in `dtype`, and of the whole one, are from the whole one's in float32.
+    """The distances of results and gradients in `dtype`, of the split layer and of the unsplit one, from the unsplit one in
+    float32.
 
     Relative to the norms of the latter, on this rank.
     """
@@ -84,7 +85,7 @@ def differences(routing: str, factor: float, kind: dict[str, Any], dtype: torch.
     x, gradients = (torch.randn(ranks, TOKENS, dim).to(dtype) for _ in range(2))
     split = split_layer(whole, dim, hidden, factor, kind)
     of_split = results_and_gradients(split, x[rank : rank + 1], gradients[rank : rank + 1])
-    dist.all_reduce(of_split["router.weight"])  # tokens are split; the gradients of experts are whole on their rank
+    dist.all_reduce(of_split["router.weight"])  # tokens are split; the gradients of experts are complete on their rank
     of_whole = results_and_gradients(whole, x, gradients)
     exact = results_and_gradients(copy.deepcopy(whole).float(), x.float(), gradients.float())
 
@@ -109,8 +110,8 @@ def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_gradien
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", [16, 5])  # of 5 features a token is packed with a value more
-def test_in_bfloat16_split_experts_are_as_exact_as_whole_ones(pools, kind, dim):
+@pytest.mark.parametrize("dim", [16, 5])  # with 5 features a token is packed with one value more
+def test_in_bfloat16_split_experts_are_as_exact_as_unsplit_ones(pools, kind, dim):
     arguments: dict[str, Any] = {"routing": "four experts as they come", "kind": KINDS[kind], "dim": dim, "factor": 0.7}
     for found in pools[4].run(f"{HERE}:differences", dtype=torch.bfloat16, **arguments):
         print(found)
@@ -118,16 +119,17 @@ def test_in_bfloat16_split_experts_are_as_exact_as_whole_ones(pools, kind, dim):
 
 
 class Peaks(NamedTuple):
-    """Bytes on one rank: allocated at most inside of each operation, beside its results, and the bounds."""
+    """Bytes on one rank: the peak inside of each operation without its results, and the bounds."""
 
     measured: tuple[int, ...]
     bounds: tuple[int, ...]
 
 
 def peaks(dim: int, hidden: int, tokens: int, share: float, capacity: int, trained: bool, kind: str = "plain") -> Peaks:
-    """Of an exchange in which this share of all rows is for one expert of the first rank, and other rows are spread evenly.
+    """Peaks of an exchange in which this share of all rows is for one expert of the first rank, and other rows are spread
+    evenly.
 
-    The functions of the operations are called, because modes of the dispatcher do not see what happens inside of these.
+    The operations' functions are called directly, because dispatch modes do not see inside of operations.
     """
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None
@@ -158,11 +160,11 @@ def peaks(dim: int, hidden: int, tokens: int, share: float, capacity: int, train
 
 
 def allocated(operation: Any, *arguments: Any) -> tuple[int, list[torch.Tensor]]:
-    """The most bytes that an operation allocates at a time, beside its arguments and results; its results."""
+    """The peak bytes that an operation allocates, without its arguments and results; its results."""
     watch = Allocations()
     inside = SimpleNamespace(all_to_all_single=exchange_of_copies)
     with torch.no_grad(), mock.patch.object(all_to_all, "dist", inside), watch:
-        known = [each.detach() for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]  # so are views of these
+        known = [each.detach() for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]  # views of these too
         before = watch.live()
         results = operation._init_fn(*arguments)
     del known
@@ -170,7 +172,7 @@ def allocated(operation: Any, *arguments: Any) -> tuple[int, list[torch.Tensor]]
 
 
 def exchange_of_copies(result: torch.Tensor, rows: torch.Tensor, *splits: Any, group: Any, async_op: bool = False) -> Any:
-    """An all-to-all of copies that are not counted: a thread of gloo may keep its tensors for a moment after it is done."""
+    """An all-to-all of copies that are not counted: a gloo thread may keep its tensors for a moment after it is done."""
     with _disable_current_modes():
         arrived = torch.empty_like(result)
         dist.all_to_all_single(arrived, rows.clone(), *splits, group=group)
@@ -183,7 +185,7 @@ def exchange_of_copies(result: torch.Tensor, rows: torch.Tensor, *splits: Any, g
 @pytest.mark.parametrize(("dim", "hidden"), [(64, 32), (32, 96)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_stays_within_a_bound_that_does_not_depend_on_the_routing(pools, kind, dim, hidden, trained):
-    """A rank receives as many rows as it has tokens in two chunks; three or four are needed here."""
+    """A rank receives as many rows as it has tokens in two chunks; this routing needs three or four."""
     tokens = 2000
     arguments: dict[str, Any] = {"dim": dim, "hidden": hidden, "tokens": tokens, "trained": trained, "kind": kind}
     for share in (0.75, 1.0):
@@ -219,7 +221,7 @@ def test_an_operation_sorts_each_chunk_once_by_rank_and_once_by_expert(pools, sh
 
 
 class Seen(torch.autograd.Function):
-    """`exchanged_experts` as functions whose operations modes can see."""
+    """`exchanged_experts` as functions whose operations dispatch modes can see."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Any, chosen: Any, mix: Any, ranks: int, capacity: int, *others: Any) -> Any:
@@ -241,17 +243,17 @@ class Seen(torch.autograd.Function):
 
 
 def seen(tokens: Any, chosen: Any, mix: Any, weights: Any, *words: Any) -> torch.Tensor:
-    """Autograd looks for tensors among arguments, and not in a list of these."""
+    """Autograd finds tensors among arguments, but not in lists."""
     return Seen.apply(tokens, chosen, mix, *words, *weights)
 
 
 def first_experts(router: Router, scores: torch.Tensor) -> torch.Tensor:
-    """The same experts for all tokens, those of the first rank."""
+    """Routes all tokens to the experts of the first rank."""
     return torch.arange(router.top_k).expand(len(scores), -1)
 
 
 def peak_of_a_step(degrees: dict[str, int], config: Config) -> int:
-    """Bytes that a microbatch takes at most on this rank, with its gradients, on top of masters, when all rows go to rank 0."""
+    """The peak bytes of a microbatch on this rank, with gradients, above master weights, when all rows are sent to rank 0."""
     mesh, watch = mesh_of(degrees), Allocations()
     model = build_model(family_of(config.model), config, mesh, CPU)
     inside = SimpleNamespace(all_to_all_single=exchange_of_copies)

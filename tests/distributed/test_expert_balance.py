@@ -73,12 +73,12 @@ def test_counts_and_biases_are_exactly_those_of_one_process(pools, expected, cel
         assert all(map(torch.equal, found.biases, expected.biases))
 
 
-CROSSING = {"tp 2": 3, "tp 4": 2, "context 2 x tp 2": 3}  # mesh: sequences of a microbatch, which slices of tokens cross
+CROSSING = {"tp 2": 3, "tp 4": 2, "context 2 x tp 2": 3}  # mesh: sequences of a microbatch, which slices of tokens divide
 
 
 @pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 @pytest.mark.parametrize("mesh", slow_but(["tp 2"], CROSSING))
-def test_the_balance_losses_of_sequences_that_slices_cross_are_those_of_one_process(pools, mesh, compiled):
+def test_balance_losses_of_sequences_split_over_ranks_equal_one_process(pools, mesh, compiled):
     batch = CROSSING[mesh]
     training = {"steps": STEPS, "global_batch_size": batch, "local_batch_size": batch}
     sections = {"model": {"name": "tests.tiny_moe"}, "training": training, "moe": {"balance_loss": 0.42}}
@@ -93,7 +93,7 @@ def test_the_balance_losses_of_sequences_that_slices_cross_are_those_of_one_proc
 
 
 def recorded(degrees: dict[str, int], config: Config) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """(what this rank records, its own counts of the latest microbatch)."""
+    """(the record of this rank, its own counts of the latest microbatch)."""
     torch._dynamo.reset()
     run = begin(config, mesh_of(degrees), CPU)
     for _ in follow(run, build_schedule(config), rank_batches(config, run.mesh), range(1, 3)):
@@ -101,8 +101,8 @@ def recorded(degrees: dict[str, int], config: Config) -> tuple[list[dict[str, An
     return routing(run.model), [router.counts.tolist() for router in routers_of(run.model)]
 
 
-def test_the_routing_that_rank_0_records_is_what_its_experts_exchange(pools):
-    """Of a microbatch, over the two of four ranks that have rank 0's experts between them; without a split, over all ranks."""
+def test_rank_0_records_the_routing_of_its_expert_parallel_group(pools):
+    """Of a microbatch, over the two of four ranks that share all experts with rank 0; without a split, over all ranks."""
     for ep, together in ((2, 2), (1, 4)):
         degrees = {"dp_shard": 4, "ep": ep}
         config = config_of_cell(degrees, {}, 2)

@@ -1,4 +1,4 @@
-"""Expert parallelism: the gradients, losses and norms of one process, however experts are split and tokens dispatched."""
+"""Expert parallelism: the gradients, losses and norms of one process, for any split of experts and any dispatch."""
 
 from typing import Any
 from unittest import mock
@@ -13,15 +13,15 @@ from titanlite.parallel import fsdp
 from titanlite.verify.compare import Trajectory
 
 FLAVORS = ("plain", "shared", "grouped", "gpt_oss")
-# test_cover.py has more, with what else is done to a model, but no experts with biases: of these, `make test-all` has each mesh
-# and variant. `make campaign PART=cells` has the product.
+# test_cover.py combines more features, but has no experts with biases: for these, `make test-all` has each mesh and variant.
+# `make campaign PART=cells` has the product.
 CELLS = [
     ("plain", "shard 2, ep 2", "plain"),
     ("shared", "replicate 2 x shard 2, ep 2", "accumulated"),
     ("gpt_oss", "tp 2, ep 2", "recomputed"),
 ]
 OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell[0] == "gpt_oss" and cell not in CELLS]
-# A rank receives at a time so many of the rows that it receives on average: the routing of these runs takes several chunks.
+# The share of the average rows that a rank receives at a time, so that these runs need several chunks.
 SEVERAL_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.3}}
 MANY_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.03}}
 INDUCTOR: dict[str, Any] = {"compile": {"enable": True, "backend": "inductor"}}  # recomputes blocks itself
@@ -43,12 +43,12 @@ def test_split_experts_have_the_gradients_of_one_process(pools, flavor, mesh, va
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(identity, OTHERS))
-def test_experts_with_biases_on_every_mesh_and_in_every_variant(pools, flavor, mesh, variant):
+def test_experts_with_biases_equal_one_process_on_every_mesh(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS)
-def test_rows_dispatched_in_many_chunks_change_nothing(pools, flavor, mesh, variant, rounds):
+def test_dispatching_in_many_chunks_changes_nothing(pools, flavor, mesh, variant, rounds):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant, **rounds))
 
 
@@ -65,7 +65,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), NESTED)
-def test_without_a_mesh_for_each_parameter_too(pools, flavor, mesh, variant):
+def test_split_experts_without_a_mesh_for_each_parameter_equal_one_process(pools, flavor, mesh, variant):
     config = config_of_cell(flavor, degrees_of(mesh), variant)
     function = "tests.distributed.test_expert_parallel:units_inside_of_blocks"
     assert_as_on_one_process(pools, flavor, mesh, config, function)

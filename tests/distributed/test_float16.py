@@ -59,7 +59,7 @@ def test_the_scale_doubles_after_many_good_steps():
 
 
 def gradients_at(precision: str, labels: float, degrees: dict[str, int], vocabulary: int) -> dict[str, torch.Tensor]:
-    """The gradients of one step, float64, as if its global batch had so many labels."""
+    """The gradients of one step, float64, as if its global batch had this many labels."""
     config = config_of(degrees, "large", training={"mixed_precision_param": precision})
     mesh, family = mesh_of(degrees), load_family("tests.tiny", "large")
     family = Family(family.module, dataclasses.replace(family.config, vocab_size=vocabulary))
@@ -78,7 +78,7 @@ def worst_error(labels: float, degrees: dict[str, int], vocabulary: int = 4096) 
 
 
 def error_of_unseen_words() -> float:
-    """That of the rows of the output matrix whose words are in no text, of a vocabulary of 131,072."""
+    """The error in output rows of tokens that no text contains, with a vocabulary of 131,072."""
     found, wanted = (
         gradients_at(precision, 2.0**13, {}, 2**17)["head.output.weight"][4096:] for precision in ("float16", "float32")
     )
@@ -86,7 +86,7 @@ def error_of_unseen_words() -> float:
 
 
 @pytest.mark.slow
-def test_the_head_scales_gradients_before_they_are_smaller_than_float16s_normal_numbers(pools):
+def test_the_head_scales_gradients_before_they_underflow_in_float16(pools):
     # A softmax is 1 / 2^17 = 7.6e-6, and the smallest normal number 6.1e-5. Without the head's scale the error is 1.9e-3.
     assert pools[1].run(f"{HERE}:error_of_unseen_words")[0] < 1e-3
 

@@ -1,4 +1,4 @@
-"""Generation on a mesh: the text of one process, from a model that answers and from one that is being trained."""
+"""Generation on a mesh: the text of one process, in inference and during training."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
 
 
 def texts(degrees: dict[str, int], module: str, sampling: Sampling, step: int, compiled: bool = False) -> list[list[int]]:
-    """What a model of random weights writes on a mesh, under FSDP2 as in training; step: of the cache."""
+    """The text of a model with random weights on a mesh, with FSDP2 as in training; step: of the cache."""
     Cache._STEP = step
     config = config_of(
         degrees, model={"name": module}, compile={"enable": compiled, "backend": "aot_eager"}, training={"seed": 5}
@@ -26,7 +26,7 @@ def texts(degrees: dict[str, int], module: str, sampling: Sampling, step: int, c
     model = build_model(load_family(module, "plain"), config, mesh, CPU)
     for name, parameter in model.named_parameters():
         if name.endswith(("attention.wo.weight", "ffn.w2.weight", "experts.w2")):
-            parameter.data.mul_(10)  # louder than the embedding, whose last token would repeat itself
+            parameter.data.mul_(10)  # larger than the embedding, or the last token would repeat itself
         elif name.endswith("post_norm.weight"):
             parameter.data.add_(10)
     return generate(model, PROMPTS, 24, None, sampling, mesh["tp"].size())
@@ -41,13 +41,13 @@ MODULES = ["tests.tiny", "tests.tiny_gemma3", "tests.tiny_olmo2"]
         *(pytest.param(module, {"tp": 2}, marks=pytest.mark.slow) for module in MODULES),
         ("tests.tiny_gemma3", {"dp_shard": 2}),
         ("tests.tiny", {"dp_shard": 2, "tp": 2}),
-        ("tests.forks.right.linear_attention", {"tp": 2}),  # whose state no padding may change
+        ("tests.forks.right.linear_attention", {"tp": 2}),  # padding must not change its state
         ("tests.tiny_olmo2", {"tp": 4}),
         ("tests.tiny_moe", {"tp": 2}),
     ],
     ids=str,
 )
-def test_a_mesh_writes_what_one_process_writes(pools, module, degrees):
+def test_a_mesh_generates_the_text_of_one_process(pools, module, degrees):
     for sampling in (Sampling(temperature=0), Sampling(seed=1, top_k=50)):
         keys = {"module": module, "sampling": sampling, "step": 16}
         expected = pools[1].run(f"{HERE}:texts", degrees={}, **keys)[0]
@@ -56,7 +56,7 @@ def test_a_mesh_writes_what_one_process_writes(pools, module, degrees):
         assert all(len(set(new)) > 3 for new in expected)
 
 
-def test_a_compiled_model_writes_the_same_and_nothing_is_compiled_for_it(pools):
+def test_a_compiled_model_generates_the_same_text_without_compiling(pools):
     keys = {"module": "tests.tiny", "sampling": Sampling(temperature=0), "step": 16}
     degrees = {"tp": 2}
     plain = pools[2].run(f"{HERE}:texts", degrees=degrees, **keys)[0]
@@ -64,12 +64,12 @@ def test_a_compiled_model_writes_the_same_and_nothing_is_compiled_for_it(pools):
 
 
 def samples(folder: Path) -> dict[int, str]:
-    """What TensorBoard shows of the first prompt, by step."""
+    """TensorBoard's texts for the first prompt, by step."""
     board = EventAccumulator(str(folder / "tb")).Reload()
     return {event.step: event.tensor_proto.string_val[0].decode() for event in board.Tensors("sample/0/text_summary")}
 
 
-def test_a_run_writes_samples_after_each_round_and_trains_as_if_it_had_not(pools, tmp_path):
+def test_samples_during_training_do_not_change_training(pools, tmp_path):
     degrees = {"tp": 2}
 
     def run(name: str, **validation) -> list[str]:

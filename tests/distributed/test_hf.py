@@ -1,4 +1,4 @@
-"""Hugging Face's format on meshes: every rank reads its own slices and no more, and no mesh makes another model of a file."""
+"""Hugging Face's format on meshes: every rank reads only its own slices, and every mesh loads the same model."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -40,7 +40,7 @@ READ += [pytest.param(*case, _OTHERS[n % len(_OTHERS)], marks=pytest.mark.slow) 
 
 
 def read(folder: Path, name: str, flavor: str, degrees: Degrees) -> tuple[dict[str, Tensor], int, int]:
-    """(whole tensors on rank 0, values that this rank has read of the file, values of its own shards)."""
+    """(full tensors on rank 0, values that this rank has read from the file, values of its own shards)."""
     config = config_of(degrees, flavor, degrees.get("pp", 1), model={"name": name, "flavor": flavor})
     family = load_family(name, flavor)
     model = build_model(family, config, mesh_of(degrees), CPU)
@@ -77,7 +77,7 @@ def export_together(source: Path, output: Path, failing: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "flavor", "mesh"), READ)
-def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pools, tmp_path, name, flavor, mesh):
+def test_each_rank_reads_only_its_own_slices_of_the_file(pools, tmp_path, name, flavor, mesh):
     degrees, ranks = RANKS[mesh]
     folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
     results = pools[ranks].run(f"{HERE}:read", folder=folder, name=name, flavor=flavor, degrees=degrees)
@@ -92,7 +92,7 @@ def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pool
 
 
 @pytest.mark.parametrize("mesh", ["2 x 2", "pp 2 x shard 2"])
-def test_each_rank_dequantizes_its_own_slices_only_and_together_they_are_the_values(pools, tmp_path, mesh):
+def test_each_rank_dequantizes_only_its_own_slices(pools, tmp_path, mesh):
     """Slices of ranks begin within blocks of 16 x 24."""
     degrees, ranks = RANKS[mesh]
     name, flavor = "tests.tiny_deepseek_v3", "plain"
@@ -105,7 +105,7 @@ def test_each_rank_dequantizes_its_own_slices_only_and_together_they_are_the_val
     assert [count for _, count, _ in results] == [own for _, _, own in results]
 
 
-def test_an_export_by_four_ranks_is_that_of_one_and_a_rank_that_fails_is_told_by_all(pools, tmp_path):
+def test_four_ranks_export_the_same_as_one_and_all_report_a_failed_rank(pools, tmp_path):
     folder = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
     pools[1].run("tests.hf_folders:import_here", source=folder, output=tmp_path / "weights", model="tests.tiny")
     with pytest.raises(WorkerFailure) as raised:

@@ -42,13 +42,13 @@ Degrees = dict[str, int]
 
 
 def poisoned(config: Config, steps: dict[int, int]) -> Data:
-    """The learnable data with a token of tiny_poison in one sample of each of some steps' batches, as first come to."""
+    """The learnable data, with a token of tiny_poison in one sample of some steps' batches, as first read."""
     ids, seq_len = learnable_ids(512), config.training.seq_len
     for step, token in steps.items():
         position = torch.tensor([(step - 1) * GLOBAL_BATCH + 5]).numpy()
         ids[sample_at(position, (len(ids) - 1) // seq_len, f"{config.training.seed}/0")[0] * seq_len + 3] = token
     data = data_of([ids], config, 512)
-    # runs that are compared go on from each other's checkpoints, and must not see that their data differ
+    # compared runs continue from each other's checkpoints, and must not notice that their data differ
     data.sources[0] = data.sources[0]._replace(fingerprint="learnable")
     return data
 
@@ -61,7 +61,7 @@ def state_after(
 ) -> tuple[dict[str, Tensor], list[StepRecord]]:
     """This rank's parameters, buffers and moments after six steps; the steps.
 
-    The third one is ruined by a token of tiny_poison, or has no labels (None), or does not happen.
+    The third step is spoiled by a token of tiny_poison, or has no labels (None), or is left out.
     """
     mesh = mesh_of(degrees)
     model, optimizer, scale = begin_training(family_of(config.model), config, mesh, CPU)
@@ -81,7 +81,7 @@ def state_after(
 
 
 def compare_states(degrees: Degrees, config: Config, token: int | None) -> tuple[list[StepRecord], list[str]]:
-    """(the steps of the run with the bad batch, names of what differs in any bit from the run that never saw it)."""
+    """(the steps of the run with the bad batch, names of tensors that differ in any bit from a run without it)."""
     found, steps = state_after(degrees, config, token, left_out=False)
     expected, _ = state_after(degrees, config, token, left_out=True)
     return steps, [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
@@ -160,7 +160,7 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
 
 
 @pytest.mark.parametrize("degrees", [*MESHES, STAGES_OF_SHARDS], ids=str)
-def test_every_rank_reads_the_same_losses_bit_for_bit_however_many_at_once(pools, degrees):
+def test_every_rank_reads_the_same_losses_for_any_number_of_steps_at_once(pools, degrees):
     ranks = pools[ranks_of(degrees)].run(f"{HERE}:readings", degrees=degrees, at_once=(1, 2, 5, 30))
     *groups, plain = ranks[0]
     for *found, _ in ranks:
@@ -173,7 +173,7 @@ def test_every_rank_reads_the_same_losses_bit_for_bit_however_many_at_once(pools
 
 
 def run_poisoned(degrees: Degrees, config: Config, steps: dict[int, int]) -> None:
-    """A whole run of the training program on data that ruin some steps."""
+    """A whole run of the training program on data that spoil some steps."""
     train(config, poisoned(config, steps), None, mesh_of(degrees), CPU, 0.0)
     torch.distributed.barrier()
 
@@ -201,7 +201,7 @@ def reports(folder: Path) -> list[tuple[int, float, float]]:
 
 
 def means(folder: Path) -> dict[int, float]:
-    """Step -> the mean loss that was reported there."""
+    """step -> the reported mean loss."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {report["step"]: report["loss_mean"] for report in map(json.loads, lines)}
 
@@ -233,7 +233,7 @@ def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path, 
 
 
 @pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}, STAGES], ids=str)
-def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees):
+def test_skip_continues_without_the_batch_and_reports_it(pools, tmp_path, degrees):
     run(pools, degrees, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT})
     found = reports(tmp_path)
     assert [step for step, *_ in found] == list(range(1, 13))
@@ -244,7 +244,7 @@ def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees)
 
 
 @pytest.mark.parametrize(("degrees", "log_freq"), [({}, 100), (HYBRID, 3), (STAGES, 3)], ids=str)
-def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(pools, tmp_path, degrees, log_freq):
+def test_rollback_continues_from_the_checkpoint_with_the_batch_after_the_bad_one(pools, tmp_path, degrees, log_freq):
     run(pools, degrees, tmp_path / "run", "rollback", BAD, log_freq=log_freq)
     run(pools, degrees, tmp_path / "expected", "stop", {}, steps=5, log_freq=log_freq)
     skip_to(tmp_path / "expected", 5, 64)
@@ -261,7 +261,7 @@ def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(p
 def test_a_resumed_run_reports_the_mean_losses_of_the_uninterrupted_one(pools, tmp_path):
     run(pools, {}, tmp_path / "every", "stop", {})
     losses = {step: loss for step, loss, _ in reports(tmp_path / "every")}
-    for name, lengths in {"whole": [12], "parts": [6, 7, 12]}.items():  # 6 and 7 are no multiples
+    for name, lengths in {"whole": [12], "parts": [6, 7, 12]}.items():  # 6 and 7 are not multiples of the interval
         for steps in lengths:
             run(pools, {}, tmp_path / name, "stop", {}, steps=steps, log_freq=4)
     found, whole = means(tmp_path / "parts"), means(tmp_path / "whole")
@@ -271,15 +271,15 @@ def test_a_resumed_run_reports_the_mean_losses_of_the_uninterrupted_one(pools, t
 
 
 def run_within_epochs(config: Config, steps: dict[int, int], epochs: float) -> None:
-    """As `run_poisoned` on one process; of its single source so many epochs are allowed."""
+    """As `run_poisoned` on one process; its single source has this limit of epochs."""
     data = poisoned(config, steps)
     source = data.sources[0]
     data.sources[0] = source._replace(cfg=source.cfg.model_copy(update={"epochs": epochs}))
     train(config, data, None, mesh_of({}), CPU, 0.0)
 
 
-def test_a_rollback_leaves_the_allowed_epochs_to_the_rest_of_the_run_and_to_later_starts(pools, tmp_path):
-    """12 steps of 8 samples use them up; a rollback leaves 24 samples out."""
+def test_samples_left_out_by_a_rollback_do_not_count_as_epochs(pools, tmp_path):
+    """12 steps of 8 samples use up the epochs; a rollback leaves 24 samples out."""
     config = config_of(
         {},
         model={"name": "tests.tiny_poison"},
@@ -300,10 +300,10 @@ def test_a_rollback_leaves_the_allowed_epochs_to_the_rest_of_the_run_and_to_late
         pools[1].run(f"{HERE}:run_within_epochs", config=again, **allowed)
 
 
-def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall(pools, tmp_path):
+def test_two_bad_batches_are_left_out_for_any_interval_of_reading_losses(pools, tmp_path):
     bad = {7: tiny_poison.OF_LOSS, 9: tiny_poison.OF_GRADIENT}  # both before the reading of step 10
     for log_freq in (1, 6, 100):
-        # with this optimizer all steps after a bad one are bad too, and are no reason to leave out their batches
+        # with this optimizer all steps after a bad one are bad too, but their batches must not be left out
         run(pools, {}, tmp_path / str(log_freq), "rollback", bad, log_freq=log_freq, optimizer={"implementation": "foreach"})
     last = [entry["next_sample"] for entry in read_entries(tmp_path / "1" / INCIDENTS) if entry["kind"] == "rollback"]
     assert last == [56, 72]
@@ -312,7 +312,7 @@ def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall
 
 
 def rolls_back_to_the_same(pools, folder: Path, degrees: Degrees, **sections: Any) -> bool:
-    """Whether a rollback that is reported at the end gives the tensors of a run that leaves the batch out from the outset."""
+    """Whether a rollback at the end gives the tensors of a run that leaves the batch out from the start."""
     run(pools, degrees, folder / "run", "rollback", BAD, log_freq=12, **sections)
     run(pools, degrees, folder / "expected", "stop", {}, steps=5, **sections)
     skip_to(folder / "expected", 5, 64)
@@ -324,14 +324,14 @@ def test_rollback_works_with_any_optimizer_and_restores_moments_and_weights(pool
     assert rolls_back_to_the_same(pools, tmp_path, {}, optimizer={"implementation": "foreach"})
 
 
-def test_rollback_measures_weights_that_are_gathered_in_float8_anew(pools, tmp_path):
+def test_rollback_recomputes_float8_scales_of_gathered_weights(pools, tmp_path):
     pytest.importorskip("torchao", reason="needs torchao")
     float8 = {"enable": True, "emulate": True, "enable_fsdp_float8_all_gather": True}
     # at this rate the largest weights grow past powers of two between checkpoint and rollback, and so do their scales
     assert rolls_back_to_the_same(pools, tmp_path, {"dp_shard": 2}, float8=float8, optimizer={"lr": 0.05})
 
 
-def test_a_rollback_before_any_checkpoint_is_a_stop_that_says_so(pools, tmp_path):
+def test_a_rollback_before_any_checkpoint_stops_the_run_and_says_why(pools, tmp_path):
     with pytest.raises(WorkerFailure, match=r"UserError: step 3: .*there is no checkpoint yet to go back to"):
         run(pools, {}, tmp_path, "rollback", {3: tiny_poison.OF_LOSS})
 
@@ -345,7 +345,7 @@ def test_after_three_rollbacks_to_the_same_checkpoint_the_run_stops(pools, tmp_p
 def test_a_run_that_ends_between_rollback_and_checkpoint_resumes_to_the_same_weights(pools, tmp_path):
     run(pools, {}, tmp_path / "whole", "rollback", BAD)
     run(pools, {}, tmp_path / "parts", "rollback", BAD, steps=9, checkpoint={"interval": 5, "keep_latest_k": 0})
-    (tmp_path / "parts/checkpoint/step-00000009").rename(tmp_path / "parts/away")  # as if it had been killed there
+    (tmp_path / "parts/checkpoint/step-00000009").rename(tmp_path / "parts/away")  # as if the run had been killed there
     run(pools, {}, tmp_path / "parts", "rollback", BAD)
     assert checksums(tmp_path / "parts", 12) == checksums(tmp_path / "whole", 12)
     assert reports(tmp_path / "parts") == reports(tmp_path / "whole")
@@ -353,14 +353,14 @@ def test_a_run_that_ends_between_rollback_and_checkpoint_resumes_to_the_same_wei
     assert entries == [(kind, 8, superseded) for superseded in (True, False) for kind in ("nonfinite", "rollback")]
 
 
-def test_in_float16_an_overflow_is_no_incident_and_a_loss_that_is_not_a_number_is(pools, tmp_path):
+def test_in_float16_a_nan_loss_is_an_incident_and_an_overflow_is_not(pools, tmp_path):
     half = {"mixed_precision_param": "float16"}
     run(pools, {"tp": 2}, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT}, training=half)
     assert [step for step, _, norm in reports(tmp_path) if norm is None][-2:] == [8, 10]
     assert [(e["step"], e["action"]) for e in read_entries(tmp_path / INCIDENTS)] == [(8, "skipped")]
 
 
-def test_in_float16_a_run_whose_gradients_are_never_finite_ends_although_its_losses_are(pools, tmp_path):
+def test_in_float16_a_run_ends_if_its_gradients_are_never_finite(pools, tmp_path):
     bad, half = dict.fromkeys(range(1, 31), tiny_poison.OF_GRADIENT), {"mixed_precision_param": "float16"}
     with pytest.raises(
         WorkerFailure, match=r"UserError: step 21: loss \d\.\d+, gradient norm nan.* 21 steps in a row were not"

@@ -1,4 +1,4 @@
-"""Loading: every kind of damage is seen, and what a run begins from. test_variants.py loads onto other meshes."""
+"""Loading: every kind of damage is found, and what a run starts from. test_variants.py loads onto other meshes."""
 
 import shutil
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def exchange(path: Path, other: Path) -> None:
 
 
 SIZE, SUM, NOT_JSON = "is damaged: it has ", "is damaged: its checksum is ", "is damaged: not JSON"
-# what is done to a file, what is said of it, and what where it is the manifest
+# the damage, the offset, and the message if the file is the manifest
 DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str, str]] = {
     "truncated": (cut, SIZE, "is damaged: its checksum is not"),  # the manifest's last byte is a line end: still JSON
     "flipped": (lambda path, other: flip(path), SUM, "is damaged: "),
@@ -46,7 +46,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str, str]] = {
     "removed": (lambda path, other: path.unlink(), "is missing", "is missing"),
     "of another step": (exchange, SUM, "is damaged: it belongs to step 2"),
 }
-# each file with a damage, and in `make test-all` with the one after the next
+# each file with one damage, and in `make test-all` with another one
 DAMAGED = [(name, [*DAMAGES][number % len(DAMAGES)]) for number, name in enumerate(FILES)]
 DAMAGED += [
     pytest.param(name, [*DAMAGES][(number + 2) % len(DAMAGES)], marks=pytest.mark.slow) for number, name in enumerate(FILES)
@@ -54,9 +54,7 @@ DAMAGED += [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGED)
-def test_a_damaged_file_is_named_not_loaded_and_the_run_ends_as_if_nothing_had_happened(
-    pools, whole, half, tmp_path, name, damage
-):
+def test_a_damaged_checkpoint_is_named_and_the_run_ends_as_without_it(pools, whole, half, tmp_path, name, damage):
     run = Path(shutil.copytree(half, tmp_path / "run"))
     before, newest = (step_folder(run / "checkpoint", step) for step in (2, 4))
     do, of_a_file, of_the_manifest = DAMAGES[damage]
@@ -81,7 +79,7 @@ def test_all_damaged_files_of_a_checkpoint_are_named_whichever_rank_has_read_the
     assert_same(run, whole, 6)
 
 
-def test_where_every_checkpoint_is_damaged_all_are_named_and_nothing_is_touched(pools, half, tmp_path):
+def test_if_every_checkpoint_is_damaged_all_are_named_and_nothing_is_changed(pools, half, tmp_path):
     run = Path(shutil.copytree(half, tmp_path / "run"))
     for step in (2, 4):
         flip(step_folder(run / "checkpoint", step) / "__1_0.distcp")
@@ -94,7 +92,7 @@ def test_where_every_checkpoint_is_damaged_all_are_named_and_nothing_is_touched(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_a_damaged_checkpoint_that_load_step_names_ends_the_run_and_no_other_is_taken(pools, half, tmp_path):
+def test_a_damaged_checkpoint_that_load_step_names_ends_the_run(pools, half, tmp_path):
     run = Path(shutil.copytree(half, tmp_path / "run"))
     flip(run / "checkpoint/step-00000002/__0_0.distcp")
     for rank in train(pools, SHARD, run, 6, checkpoint={"load_step": 2}):
@@ -103,7 +101,7 @@ def test_a_damaged_checkpoint_that_load_step_names_ends_the_run_and_no_other_is_
     assert saved(run) == names(2, 4)
 
 
-def test_load_step_goes_back_once_and_a_run_that_is_started_again_goes_on(pools, half, tmp_path):
+def test_load_step_goes_back_once_and_a_restarted_run_continues(pools, half, tmp_path):
     run, back = Path(shutil.copytree(half, tmp_path / "run")), {"load_step": 2}
     for steps, source in ((5, 2), (6, 5), (7, 6)):
         ranks = train(pools, SHARD, run, steps, checkpoint=back)
@@ -122,7 +120,7 @@ def shapes(flavor: str) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("before", "now"), [("plain", "uneven"), ("plain", "deep"), ("deep", "plain"), ("plain", "tied")])
-def test_every_tensor_that_does_not_fit_is_listed_with_what_is_wrong(pools, tmp_path, before, now):
+def test_every_tensor_that_does_not_fit_is_listed_with_the_reason(pools, tmp_path, before, now):
     assert train(pools, SHARD, tmp_path / "before", 2, flavor=before)[0].error == ""
     source, had, has = tmp_path / "before/checkpoint/step-00000002", shapes(before), shapes(now)
     expected = {f"  {name}: not in the checkpoint" for name in has.keys() - had.keys()}
@@ -138,8 +136,8 @@ def test_every_tensor_that_does_not_fit_is_listed_with_what_is_wrong(pools, tmp_
         assert set(listed) == expected and len(listed) == len(expected) > 0
 
 
-def test_what_is_excluded_keeps_its_initial_value_and_all_else_is_loaded(pools, half, tmp_path):
-    """Left out are a layer, and what does not fit another vocabulary."""
+def test_excluded_tensors_keep_their_initial_values_and_all_others_are_loaded(pools, half, tmp_path):
+    """Excludes a layer, and tensors that do not fit another vocabulary."""
     still = {"optimizer": {"lr": 1e-20}, "flavor": "uneven"}  # a run that learns nothing
     start = {"initial_load_path": str(half / "checkpoint/step-00000004")}
     start |= {"exclude_from_loading": ["model.layers.1.*", "model.embed.*", "model.head.output.*"]}
@@ -153,7 +151,7 @@ def test_what_is_excluded_keeps_its_initial_value_and_all_else_is_loaded(pools, 
 
 
 @pytest.mark.parametrize("name", ["step-00000004.aside-1", "best so far"])
-def test_a_checkpoint_under_a_name_of_the_users_own_can_be_begun_from(pools, half, tmp_path, name):
+def test_a_run_can_start_from_a_renamed_checkpoint(pools, half, tmp_path, name):
     source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / name))
     ranks = train(pools, SHARD, tmp_path / "run", 2, checkpoint={"initial_load_path": source})
     assert [rank.error for rank in ranks] == ["", ""]
@@ -178,7 +176,7 @@ def branch(source: Path, **keys: Any) -> dict[str, Any]:
     return {"initial_load_path": str(source), "initial_load_model_only": False, **keys}
 
 
-def test_a_branch_goes_on_like_the_run_it_comes_from_and_then_on_its_own(pools, whole, half, tmp_path):
+def test_a_branch_continues_like_its_original_run_and_resumes_on_its_own(pools, whole, half, tmp_path):
     original = Path(shutil.copytree(half, tmp_path / "original"))
     keys = branch(original / "checkpoint/step-00000004")
     assert train(pools, SHARD, tmp_path / "branch", 5, checkpoint=keys)[0].error == ""
@@ -196,7 +194,7 @@ def test_a_branch_goes_on_like_the_run_it_comes_from_and_then_on_its_own(pools, 
     assert [name for name in there if name != "config" and here[name] != there[name]] == ["run"]  # another run
 
 
-def test_weights_alone_begin_at_step_zero_and_a_restart_does_not_load_them_again(pools, half, tmp_path):
+def test_a_run_from_weights_alone_starts_at_step_zero_and_restarts_do_not_load_them_again(pools, half, tmp_path):
     keys = {"initial_load_path": str(half / "checkpoint/step-00000004")}
     for steps in (2, 4):
         ranks = train(pools, SHARD, tmp_path / "parts", steps, checkpoint=keys)
@@ -206,7 +204,7 @@ def test_weights_alone_begin_at_step_zero_and_a_restart_does_not_load_them_again
     assert_same(tmp_path / "parts", tmp_path / "once", 4)
 
 
-def test_exclusion_is_applied_once_and_the_run_that_used_it_resumes_with_everything(pools, whole, half, tmp_path):
+def test_exclusion_is_applied_once_and_the_run_resumes_with_all_tensors(pools, whole, half, tmp_path):
     keys = branch(half / "checkpoint/step-00000004", exclude_from_loading=["optimizer.*"])
     for folder, *stops in (("once", 8), ("parts", 6, 8)):
         for steps in stops:

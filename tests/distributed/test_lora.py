@@ -1,4 +1,4 @@
-"""Adapters on a mesh: little traffic, and what a run begins from. test_cover.py has gradients, test_variants.py resumes."""
+"""Adapters on a mesh: little traffic, and what a run starts from. test_cover.py has gradients, test_variants.py resumes."""
 
 import math
 from collections import Counter
@@ -39,7 +39,7 @@ def trajectory_of_float32_masters(degrees: dict[str, int], config: Config) -> tu
 
 
 @pytest.mark.parametrize("degrees", [ONE, TP], ids=str)
-def test_frozen_weights_in_bfloat16_compute_what_float32_masters_would(pools, degrees):
+def test_frozen_bfloat16_weights_compute_the_same_as_float32_masters(pools, degrees):
     config = config_of(degrees, training={"steps": 6, "mixed_precision_param": "bfloat16"}, lora=KEYS)
     pool = pools[math.prod(degrees.values())]
     found = pool.run(f"{HERE}:trajectory_of_float32_masters", degrees=degrees, config=config)[0][0]
@@ -55,11 +55,11 @@ def test_frozen_weights_in_bfloat16_compute_what_float32_masters_would(pools, de
 
 
 def collectives(enable: bool) -> tuple[Counter[str], Counter[str], int]:
-    """Of the forward and the backward pass on tp 2; bytes that the latter reduces."""
+    """Collectives of the forward and the backward pass on tp 2; bytes that the backward pass reduces."""
     config, mesh = config_of(TP, lora={**KEYS, "enable": enable}), mesh_of(TP)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
     batch = first_microbatch(config, mesh)
-    summed_loss(model, batch).backward()  # what is made at first use is not counted
+    summed_loss(model, batch).backward()  # the first use is not counted
     with Sent() as forward:
         loss = summed_loss(model, batch)
     with Sent() as backward:
@@ -73,7 +73,7 @@ def test_adapters_add_no_collective_but_small_sums_of_their_own_gradients(pools)
     assert forward == plain_forward
     # in each of two layers, A of the four modules that are split by rows, B of the three that are split by columns
     assert (backward.pop("all-reduce"), added) == (2 * 7, 2 * 7 * 4 * 64 * 4)
-    # less than without: neither the first block's input nor the embedding needs a gradient
+    # fewer than without adapters: neither the first block's input nor the embedding needs a gradient
     del plain_backward["all-reduce"]
     assert backward.total() == plain_backward.total() - 2
 
@@ -101,7 +101,7 @@ def whole(pools: dict[int, Pool], tmp_path_factory, base: Path) -> Path:
     return folder
 
 
-def test_a_run_begins_from_a_base_without_adapters_and_learns_with_the_base_untouched(whole, base):
+def test_a_run_starts_from_a_base_without_adapters_and_does_not_change_it(whole, base):
     found, before = stored(whole, STEPS), stored(base.parents[1], 5)
     frozen = {name for name in before if name.startswith("model.")}
     trained = {name for name in found if name.startswith("model.")} - frozen
@@ -115,14 +115,14 @@ def test_a_run_begins_from_a_base_without_adapters_and_learns_with_the_base_unto
     assert losses(whole)[-1] < losses(whole)[0] - 0.1
 
 
-def test_a_new_run_takes_over_adapters_where_there_are_some(pools, tmp_path, whole):
+def test_a_new_run_loads_adapters_if_the_checkpoint_has_them(pools, tmp_path, whole):
     run(pools, ONE, tmp_path, 1, **adapting(whole / "checkpoint/step-00000012"), optimizer={"lr": 1e-20})
     found, before = stored(tmp_path, 1), stored(whole, STEPS)
     for name in (name for name in before if name.startswith("model.")):
         assert torch.equal(found[name], before[name]), name
 
 
-def test_a_run_without_adapters_is_not_begun_from_weights_with_some(pools, tmp_path, whole):
+def test_a_run_without_adapters_refuses_weights_with_adapters(pools, tmp_path, whole):
     with pytest.raises(WorkerFailure, match=r"step-00000012: its weights have adapters, which lora.enable = false"):
         run(pools, ONE, tmp_path, 1, checkpoint={"initial_load_path": str(whole / "checkpoint/step-00000012")})
 

@@ -41,7 +41,7 @@ def test_the_same_gradients_give_the_same_parameters_and_moments_bit_for_bit(poo
 
 
 @pytest.mark.slow
-def test_compiled_kernels_on_shards_give_the_same_values_too(pools):
+def test_compiled_kernels_on_shards_give_the_same_values(pools):
     config = config_of(TP, **keys("stochastic", "fused"))
     found = pools[2].run(GIVEN, degrees=TP, config=config, steps=2)[0]
     expected = pools[1].run(GIVEN, degrees=ONE, config=config_of(ONE, **keys("stochastic")), steps=2)[0]
@@ -61,7 +61,7 @@ def test_initial_weights_are_those_of_float32_rounded(pools):
 # ------------------------------------------------------------------------------------------------------------- whole runs
 
 
-def test_its_checkpoint_is_exported_as_it_is(pools, tmp_path):
+def test_a_bfloat16_checkpoint_is_exported_unchanged(pools, tmp_path):
     run(pools, TWO_BY_TWO, tmp_path, 5, **keys("stochastic"))
     exported = Exported(Stored(tmp_path / "checkpoint/step-00000005"), named="tests.tiny")
     assert {exported.dtype_of(name) for name in exported.shapes} == {torch.bfloat16}
@@ -69,7 +69,7 @@ def test_its_checkpoint_is_exported_as_it_is(pools, tmp_path):
         assert torch.equal(exported.read_tensor(name), stored(tmp_path, 5)[f"model.{name}"]), name
 
 
-def test_a_float32_checkpoint_is_begun_from_by_rounding(pools, tmp_path):
+def test_a_run_rounds_the_float32_checkpoint_that_it_starts_from(pools, tmp_path):
     run(pools, ONE, tmp_path / "wide", 5)
     source = {"initial_load_path": str(tmp_path / "wide/checkpoint/step-00000005")}
     tiny = {"training": BFLOAT16, "optimizer": {"lr": 1e-20, "implementation": "for-loop"}}
@@ -92,7 +92,7 @@ def held(degrees: dict[str, int], config: Config) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("rounding", slow_but(["compensated"], ["stochastic", "compensated", "float32"]))
-def test_the_estimate_counts_what_is_held(pools, rounding):
+def test_the_estimate_equals_the_bytes_held(pools, rounding):
     for degrees in (ONE, TWO_BY_TWO):
         split = {"parallelism": {"tensor_parallel_degree": degrees.get("tp", 1)}}
         config = config_of(degrees, **split, **(keys(rounding) if rounding != "float32" else {}))
@@ -122,7 +122,7 @@ def trained(pools, degrees: dict[str, int], keys: dict[str, Any]) -> Trajectory:
     return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
 
 
-# test_cover.py allows for a value that flips to the one beside it; here none does
+# test_cover.py tolerates a value that rounds to a neighbor; none does here
 @pytest.mark.parametrize("name", CASES)
 def test_in_float8_a_mesh_gives_the_losses_and_gradients_of_one_process(pools, name):
     pytest.importorskip("torchao", reason="needs torchao")

@@ -1,5 +1,4 @@
-"""Mixtures with few tokens, few or unused experts, numbers that are no numbers, and what else is done to a model: split experts
-train as one process does."""
+"""MoE models with few tokens, few or unused experts, NaNs, and other features: split experts train as on one process."""
 
 import math
 from itertools import pairwise
@@ -54,18 +53,18 @@ def config_of_extreme(cell: Cell, name: str = "AdamW") -> tuple[Config, Config]:
     own = {"model": {"name": "tests.tiny_moe", "overrides": overrides}, "optimizer": {"name": name, "lr": 5e-3}}
     if name == "Muon":
         own["optimizer"]["implementation"] = "for-loop"
-    alone = {key: value for key, value in sections.items() if key != "moe"}  # in which no tokens are dispatched
+    alone = {key: value for key, value in sections.items() if key != "moe"}  # without dispatch
     more = [{**each, "training": {"steps": 3, **each.get("training", {})}} for each in (sections, alone)]
     return config_of(degrees, "plain", accumulation, **own, **more[0]), config_of({}, "plain", 1, **own, **more[1])
 
 
 def unused(found: Trajectory, name: str) -> torch.Tensor:
-    """Which experts of a stack got no token in the first step."""
+    """The experts of a stack that got no token in the first step."""
     return found.gradients[name].flatten(1).abs().amax(dim=1) == 0
 
 
 def decays(config: Config, run: Trajectory, name: str) -> torch.Tensor:
-    """Which values of a parameter have changed by weight decay alone, as its formula says, within one rounding of each step."""
+    """Which values of a parameter have changed only by weight decay, by its formula, within one rounding per step."""
     schedule, steps, kept = build_schedule(config), range(1, config.training.steps + 1), 1.0
     for step in steps:
         kept *= 1 - schedule.at(step) * config.optimizer.weight_decay
@@ -80,7 +79,7 @@ def test_split_experts_train_as_on_one_process(pools, cell, name):
     config, alone = config_of_extreme(CELLS[cell], name)
     degrees = CELLS[cell][0]
     found = pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
-    choice = "one expert" in cell or "all experts" in cell  # which is none
+    choice = "one expert" in cell or "all experts" in cell  # there is no choice
     function = "tests.distributed.scenarios:trajectory" if choice else "tests.distributed.mixtures:with_margin"
     expected, margin = pools[1].run(function, degrees={}, config=alone)[0]
     assert choice or margin > MARGIN, "choices depend on rounding"
@@ -131,8 +130,9 @@ def test_split_experts_in_other_precisions_have_the_losses_of_one_process(pools,
 
 
 def around_a_nan(degrees: dict[str, int], config: Config) -> tuple[list[float], bool, bool]:
-    """Norms of three steps, in the second of which one rank's router has no number; whether that step changed nothing on this
-    rank, the biases of its routers neither, and the third one did."""
+    """Norms of three steps, in the second of which one rank's router is NaN; whether that step changed nothing on this rank,
+    including router biases, and the third one did.
+    """
     run, schedule = begin(config, mesh_of(degrees), CPU), build_schedule(config)
     norms, states = [], []
 
@@ -154,7 +154,7 @@ def around_a_nan(degrees: dict[str, int], config: Config) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("degrees", [{}, SHARD, pytest.param(WIDE, marks=pytest.mark.slow)], ids=str)
-def test_a_router_without_numbers_on_one_rank_is_skipped_by_all_and_no_rank_waits(pools, degrees):
+def test_all_ranks_skip_a_step_in_which_one_rank_has_a_nan_router(pools, degrees):
     config = config_of_cell("shared", degrees, "plain", moe={"bias_update_speed": 0.01})
     for norms, skipped, went_on in pools[ranks_of(degrees)].run(f"{HERE}:around_a_nan", degrees=degrees, config=config):
         assert [math.isfinite(norm) for norm in norms] == [True, False, True]

@@ -19,7 +19,7 @@ OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell[0] in ("th
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_the_choices_of_these_runs_do_not_depend_on_rounding_and_all_parameters_learn(pools, flavor):
+def test_routing_in_these_runs_does_not_depend_on_rounding_and_all_parameters_learn(pools, flavor):
     found, margin = reference(pools[1], flavor)
     print(f"{flavor}: margin {margin:.1e}")
     assert margin > MARGIN
@@ -36,7 +36,7 @@ def test_a_mixture_has_the_gradients_of_one_process_on_every_mesh(pools, flavor,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(", ".join, OTHERS))
-def test_other_routers_on_every_mesh_and_in_every_variant(pools, flavor, mesh, variant):
+def test_other_routers_equal_one_process_on_every_mesh(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 

@@ -1,4 +1,4 @@
-"""Muon on meshes: every matrix is orthogonalized whole, by one rank, and that is what one process does."""
+"""Muon on meshes: one rank orthogonalizes each full matrix, with the result of one process."""
 
 import math
 from typing import Any
@@ -41,7 +41,9 @@ BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 
 
 def orthogonalized(degrees: dict[str, int], config: Config) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    """What three steps with given gradients make; and the shapes of the matrices that this rank orthogonalizes in one."""
+    """The parameters after three steps with given gradients; and the shapes of the matrices that this rank orthogonalizes per
+    step.
+    """
     seen: list[Any] = []
     real = muon.orthogonalized
 
@@ -71,7 +73,7 @@ def test_the_same_gradients_give_the_same_parameters_bit_for_bit_and_no_matrix_i
 
 
 @pytest.mark.slow  # inductor
-def test_the_compiled_one_does_so_too(pools):
+def test_compiled_muon_gives_the_same_parameters(pools):
     muon_ = {"name": "Muon"}
     expected, _ = expected_of(pools, optimizer=muon_)
     config = config_of({"dp_shard": 2}, optimizer=muon_)
@@ -88,7 +90,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("other", slow_but(["tied", "bfloat16"], OTHERS))
-def test_so_it_is_with_other_families_in_bfloat16_and_with_rows_that_ranks_do_not_divide(pools, other):
+def test_other_families_in_bfloat16_and_indivisible_rows_give_the_same_parameters(pools, other):
     sections = {"optimizer": MUON, **OTHERS[other]}
     expected, _ = expected_of(pools, **sections)
     for degrees in (TWO_BY_TWO, {"dp_shard": 4}):
@@ -101,7 +103,7 @@ EXPERTS = {
     "shard 2": ({"dp_shard": 2}, "plain"),
     "2 x 2": (TWO_BY_TWO, "plain"),
     "shard 2, ep 2": ({"dp_shard": 2, "ep": 2}, "plain"),
-    "shard 2, three experts": ({"dp_shard": 2}, "three"),  # of which ranks split the rows
+    "shard 2, three experts": ({"dp_shard": 2}, "three"),  # ranks split their rows
     "tp 2, ep 2": ({"tp": 2, "ep": 2}, "plain"),
     "shard 4, three experts": ({"dp_shard": 4}, "three"),
     "2 x 2 x 2, ep 4": ({**EVERYTHING, "ep": 4}, "plain"),
@@ -132,8 +134,9 @@ def test_stages_with_experts_train_as_one_process(pools, degrees):
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bit for bit, but for what PyTorch's fused AdamW does, where a value's place in a vector register counts, and for stacks
-    of experts: a batch of other length may be multiplied by another kernel."""
+    """Bit for bit, except for PyTorch's fused AdamW, where a value's position in a vector register matters, and for stacks of
+    experts: a batch of another length may use another kernel.
+    """
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         tolerance = 0.0 if is_orthogonalized(name.removesuffix(f".{muon.MOMENTUM}"), tensor, MUON_KEYS) else 1e-6
@@ -142,7 +145,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def exchanged(shapes: list[tuple[int, int]], used: list[int]) -> bool:
-    """Whether matrices sharded by rows, with fewer rows than ranks too, return as what the owners made of them."""
+    """Whether matrices sharded by rows, also with fewer rows than ranks, return as their owners changed them."""
     mesh = mesh_of({"dp_shard": dist.get_world_size()})["dp_shard"]
     wholes = [torch.arange(rows * columns).view(rows, columns) + 1000.0 * n for n, (rows, columns) in enumerate(shapes)]
     matrices = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in wholes]
@@ -165,7 +168,7 @@ def test_matrices_of_any_shape_are_sent_to_their_owners_and_back(pools, used):
 
 
 def all_to_alls(shapes: list[tuple[int, ...]], dim: int) -> int:
-    """How many a step has for parameters that are split along a dimension."""
+    """The number of all-to-alls in a step, for parameters that are split along a dimension."""
     mesh = mesh_of({"dp_shard": dist.get_world_size()})["dp_shard"]
     stacks = [distribute_tensor(torch.ones(shape), mesh, [Shard(dim)]) for shape in shapes]
     exchange = Redistribution(stacks)
@@ -175,7 +178,7 @@ def all_to_alls(shapes: list[tuple[int, ...]], dim: int) -> int:
     return calls.call_count
 
 
-def test_experts_that_no_rank_shares_are_not_sent_and_others_wait_until_each_rank_has_a_matrix(pools):
+def test_unsplit_experts_are_not_sent_and_others_are_sent_once_each_rank_has_a_matrix(pools):
     stacks = [(8, 4, 6), (5, 4, 6), (3, 8, 6), (1, 8, 6)]
     assert pools[4].run(f"{HERE}:all_to_alls", shapes=stacks, dim=0) == [0] * 4
     assert pools[4].run(f"{HERE}:all_to_alls", shapes=stacks, dim=1) == [2 * 3] * 4  # (8, 4, 6), (5, 4, 6), the others
@@ -185,7 +188,7 @@ def test_experts_that_no_rank_shares_are_not_sent_and_others_wait_until_each_ran
 
 
 @pytest.mark.parametrize("family", ["tests.tiny", "tests.tiny_moe"])
-def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_all_else(family):
+def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_other_parameters(family):
     config = config_of(ONE, model={"name": family}, optimizer=MUON)
     model = load_family(family, "plain").on_meta()
     matrices = sum(p.numel() for name, p in model.named_parameters() if is_orthogonalized(name, p, config.optimizer))

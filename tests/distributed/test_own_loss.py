@@ -1,4 +1,4 @@
-"""A loss other than the cross entropy gives the losses, norms and gradients of one process where the mesh splits its tokens."""
+"""A loss other than cross entropy gives the losses, norms and gradients of one process if the mesh splits its tokens."""
 
 import functools
 from typing import Any
@@ -44,7 +44,7 @@ def test_another_loss_trains_as_on_one_process(pools, cell):
     assert comparison.of("gradients")
 
 
-def test_the_loss_that_a_key_names_is_the_one_that_is_trained_with(pools):
+def test_a_run_trains_with_the_loss_that_the_key_names(pools):
     keys = {"loss": "tests.own.parts:smoothed", "loss_options": {"share": 0.1}}
     named = config_of({}, "plain", training={"steps": 3, "z_loss": 1e-3, **keys})
     found = pools[1].run(TRAJECTORY, degrees={}, config=named)[0][0]

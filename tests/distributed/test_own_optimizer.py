@@ -1,4 +1,4 @@
-"""An optimizer of the user's own on meshes: the steps of one process, in runs that resume, on other meshes too."""
+"""An optimizer of the user's own on meshes: the steps of one process, also after a resume and on other meshes."""
 
 import math
 from typing import Any
@@ -66,10 +66,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, deg
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
-def test_state_is_resharded_where_a_run_continues_on_another_mesh(pools, tmp_path):
+def test_state_is_resharded_if_a_run_continues_on_another_mesh(pools, tmp_path):
     run(pools, TWO_BY_TWO, tmp_path, 4, optimizer=LION, flavor="uneven")
     before = stored(tmp_path, 4)
-    still = {**LION, "options": {"betas": [0.9, 1.0]}}  # which leaves the state as it is
+    still = {**LION, "options": {"betas": [0.9, 1.0]}}  # does not change the state
     allowed = {"allow_changes": ["optimizer.options"], "interval": 1}
     run(pools, {"dp_shard": 2}, tmp_path, 5, optimizer=still, flavor="uneven", checkpoint=allowed)
     after = stored(tmp_path, 5)
@@ -98,7 +98,7 @@ class KeepsItsShard(torch.optim.SGD):
                 local.sub_(kept.add_(grad), alpha=group["lr"])
 
 
-def test_plain_state_as_large_as_the_shard_is_that_of_the_whole_parameter(pools):
+def test_plain_state_of_a_shards_shape_is_saved_as_that_of_the_whole_parameter(pools):
     found = {}
     for degrees in (ONE, TWO_BY_TWO):
         config = configured(degrees, {"name": f"{HERE}:KeepsItsShard"}, DENSE)
@@ -120,7 +120,7 @@ class IgnoresTheShard(torch.optim.SGD):
                 self.state[p]["rows"] = torch.zeros(local.shape[0] if p.ndim == 2 and local is not p else p.shape)
 
 
-def test_state_that_does_not_follow_the_shards_is_refused_by_class_and_place(pools):
+def test_state_that_does_not_follow_the_shards_is_refused_with_class_and_line(pools):
     config = configured(TWO_BY_TWO, {"name": f"{HERE}:IgnoresTheShard"}, DENSE)
     with pytest.raises(
         WorkerFailure, match=r'test_own_optimizer:IgnoresTheShard" \(.*test_own_optimizer.py, line \d+\)'
@@ -130,7 +130,7 @@ def test_state_that_does_not_follow_the_shards_is_refused_by_class_and_place(poo
 
 
 def moved_by_rest(degrees: dict[str, int], config: Config) -> list[str]:
-    """The parameters whose state differs where one never gets a gradient from where it gets zeros."""
+    """The parameters whose state differs between no gradient and a gradient of zeros."""
     found = []
     for zeros in (False, True):
         model = build_model(family_of(config.model), config, mesh_of(degrees), CPU)

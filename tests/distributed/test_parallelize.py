@@ -1,4 +1,4 @@
-"""What sharding must do beside the right numbers: gather as often as configured, hold only its share, refuse bad tables."""
+"""Sharding besides numerics: gathers as often as configured, holds only its share, refuses wrong tables."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ def built(degrees: dict[str, int], reshard: str | int = "default", flavor: str =
 def step_collectives(degrees: dict[str, int], reshard: str | int) -> Counter[str]:
     model, config = built(degrees, reshard)
     batch = first_microbatch(config, mesh_of(degrees))
-    summed_loss(model, batch).backward()  # what is made at first use is not counted
+    summed_loss(model, batch).backward()  # the first use is not counted
     with Sent() as sent:
         summed_loss(model, batch).backward()
     return sent.kinds()
@@ -52,7 +52,7 @@ def step_collectives(degrees: dict[str, int], reshard: str | int) -> Counter[str
 
 @pytest.mark.parametrize(
     ("reshard", "gathers"),
-    # 4 units: embedding, two blocks, head; freed ones are gathered again for the backward pass, but the embedding needs none
+    # 4 units: embedding, two blocks, head; freed ones are gathered again for the backward pass, except the embedding
     [("never", 4), ("default", 4 + 2), ("always", 4 + 3), (2, 4 + 3)],
 )
 def test_parameters_are_gathered_as_often_as_the_policy_says_and_gradients_reduced_once(pools, reshard, gathers):
@@ -74,14 +74,14 @@ def prefetched(depth: int, degrees: dict[str, int], family: tuple[str, str] = ("
     return [(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)) for state in states]
 
 
-def test_blocks_gather_as_far_ahead_as_asked(pools):
+def test_blocks_gather_as_far_ahead_as_configured(pools):
     shards = {"dp_shard": 2}
     assert pools[2].run(f"{HERE}:prefetched", depth=2, degrees=shards)[0] == [(2, 0), (2, 0), (2, 1), (1, 2), (0, 2)]
-    assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees=shards)[0] == [(0, 0)] * 5  # FSDP2's own way, which says nothing
+    assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees=shards)[0] == [(0, 0)] * 5  # FSDP2's implicit prefetch
 
 
-def test_where_the_host_waits_for_routing_each_block_gathers_the_next_before_that(pools):
-    units = 1 if MESH_PER_PARAMETER else 2  # a block with experts is one unit, or two where those need their own mesh
+def test_each_block_gathers_the_next_before_the_host_waits_for_routing(pools):
+    units = 1 if MESH_PER_PARAMETER else 2  # a block with experts is one unit, or two if experts need their own mesh
     wanted = [(units, 0)] * 2 + [(0, 0)]
     moe = ("tests.tiny_moe", "plain")
     assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees={"dp_shard": 2, "ep": 2}, family=moe)[0] == wanted
@@ -107,7 +107,7 @@ def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, a
 @pytest.mark.parametrize(("reduced", "kept", "waits"), [
     ("float32", "float32", True), ("float32", "bfloat16", True), ("bfloat16", "bfloat16", True), ("bfloat16", "float32", False),
 ])  # fmt: skip
-def test_replicas_wait_for_the_last_microbatch_unless_the_sum_would_be_narrower_than_the_gradients(reduced, kept, waits):
+def test_replicas_reduce_after_the_last_microbatch_unless_the_sum_would_lose_precision(reduced, kept, waits):
     config = config_of({}, training={"mixed_precision_reduce": reduced, "dtype": kept})
     assert GradientSync.of(config) == (False, waits)
 
@@ -148,13 +148,13 @@ def head_collectives(degrees: dict[str, int], chunks: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_the_heads_weight_is_gathered_once_and_its_gradient_reduced_once_however_many_chunks(pools, chunks):
+def test_the_heads_weight_is_gathered_and_its_gradient_reduced_once_for_any_number_of_chunks(pools, chunks):
     counts = pools[2].run(f"{HERE}:head_collectives", degrees=SHARD, chunks=chunks)[0]
     assert counts == {"all-gather": 1, "reduce-scatter": 1}
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_under_tensor_parallel_a_chunk_costs_the_head_one_small_collective(pools, chunks):
+def test_tensor_parallelism_costs_the_head_one_small_collective_per_chunk(pools, chunks):
     counts = pools[4].run(f"{HERE}:head_collectives", degrees=BOTH, chunks=chunks)[0]
     # FSDP's and the sequence's gather, and one a chunk; the reductions of both; the norm's weight over tp
     assert counts == {"all-gather": 2 + chunks, "reduce-scatter": 2, "all-reduce": 1}
@@ -164,7 +164,7 @@ def test_under_tensor_parallel_a_chunk_costs_the_head_one_small_collective(pools
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in any plain tensor that takes new memory while the mode is on, and the most rows by width."""
+    """The most values in any plain tensor allocated while the mode is on, and the most rows by width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_no_rank_ever_holds_more_than_its_share_while_the_model_is_built(pools):
 
 
 def widest_logits(degrees: dict[str, int], rows: int) -> tuple[int, int]:
-    """The most tokens that any tensor as wide as this rank's vocabulary had, and how many tokens there were."""
+    """The most tokens in any tensor as wide as this rank's vocabulary, and the number of tokens."""
     model, config = built(degrees, flavor="uneven")
     batch = first_microbatch(config, mesh_of(degrees))
     model.head.sizes = Sizes(rows * model.head.vocab_size, 2**21)
@@ -216,7 +216,7 @@ def test_logits_never_exist_for_more_tokens_than_a_chunk(pools, degrees):
 
 
 def whole_logits(degrees: dict[str, int], flavor: str) -> Tensor:
-    """Logits of a batch, which every rank returns whole."""
+    """Logits of a batch; every rank returns all of them."""
     model, _ = built(degrees, flavor=flavor)
     tokens = torch.arange(2 * 32).view(2, 32)
     model.head.sizes = Sizes(2**20, 2**21)
@@ -224,7 +224,7 @@ def whole_logits(degrees: dict[str, int], flavor: str) -> Tensor:
 
 
 @pytest.mark.parametrize("flavor", ["plain", "tied", "uneven"])
-def test_without_labels_every_mesh_returns_the_whole_logits(pools, flavor):
+def test_without_labels_every_mesh_returns_all_logits(pools, flavor):
     reference = pools[1].run(f"{HERE}:whole_logits", degrees={}, flavor=flavor)[0]
     for found in pools[4].run(f"{HERE}:whole_logits", degrees=BOTH, flavor=flavor):
         assert found.shape == reference.shape
@@ -284,7 +284,7 @@ def trained_names(degrees: dict[str, int]) -> set[str]:
 
 
 @pytest.mark.parametrize("degrees", [{}, SHARD, TP, BOTH], ids=str)
-def test_what_a_model_freezes_is_frozen_on_every_mesh(pools, degrees):
+def test_parameters_that_a_model_freezes_are_frozen_on_every_mesh(pools, degrees):
     ranks = math.prod(degrees.values())
     for names in pools[ranks].run(f"{HERE}:trained_names", degrees=degrees):
         assert "layers.0.ffn.w3.weight" in names

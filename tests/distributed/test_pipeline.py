@@ -1,5 +1,6 @@
-"""A pipeline's stages: the weights, batches, losses, norms and gradients of one process, and the memory that the dry run
-predicts. test_variants.py resumes."""
+"""A pipeline's stages: the weights, batches, losses, norms and gradients of one process, and the predicted memory.
+test_variants.py resumes.
+"""
 
 import contextlib
 import functools
@@ -52,9 +53,9 @@ def graph(uses: str) -> dict[str, Any]:
     return {"model": {"name": "tests.block_graphs", "overrides": {"graph": uses}}}
 
 
-# Each way in which a block may use what an earlier one has returned, on the same stage and on another one.
+# Each way in which a block may use results of an earlier one, on the same stage and on another one.
 ALL_WAYS = graph(", ".join(f"{2 + place % 2} {way} {place % 2}" for place, way in enumerate(EXPLICIT)))
-# What every change must pass. test_cover.py has every pair of a mesh, a schedule, and what else changes what a stage does.
+# The cells of `make test`. test_cover.py has every pair of a mesh, a schedule, and a feature that changes a stage.
 CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, GPipe, recomputed": (TWO, (FLAT, FULL)),
     "pp 2, three stages a rank": (TWO, (THREE_EACH,)),
@@ -102,7 +103,7 @@ def test_gradients_are_those_of_one_process(pools, cell, record_property):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_a_random_graph_of_blocks_gives_what_one_process_gives(pools, seed):
+def test_a_random_graph_of_blocks_equals_one_process(pools, seed):
     numbers = random.Random(seed)
     schedule = numbers.choice([{}, INTERLEAVED, FLAT, BFS])
     comparison = compared_with_one_process(pools, TWO, (graph(drawn(numbers, EXPLICIT)), schedule))
@@ -128,12 +129,12 @@ def another_number_of_microbatches() -> str:
     return ""
 
 
-def test_a_schedule_takes_no_other_number_of_microbatches(pools):
+def test_a_schedule_refuses_another_number_of_microbatches(pools):
     assert all("a number of microbatches" in text for text in pools[2].run(f"{HERE}:another_number_of_microbatches"))
 
 
 def passes_of(schedule: str) -> list[Action]:
-    """What this rank runs in a step, in its order."""
+    """The passes of this rank in a step, in order."""
     config = config_of(TWO, "deep", 4, parallelism={"pipeline_parallel_schedule": schedule})
     model, _, scale = begin_training(family_of(config.model), config, mesh_of(TWO), CPU)
     seen: list[Action] = []
@@ -153,7 +154,7 @@ def passes_of(schedule: str) -> list[Action]:
 
 
 @pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
-def test_ranks_run_what_is_rehearsed(pools, schedule):
+def test_ranks_run_the_predicted_passes(pools, schedule):
     with simulated_ranks(2):
         expected = orders(schedule, 2, 4, 2 * STAGES_OF_A_RANK[schedule])
     assert pools[2].run(f"{HERE}:passes_of", schedule=schedule) == expected
@@ -172,7 +173,7 @@ SENT = {
 @pytest.mark.parametrize(
     "cell", slow_but(["pp 2 x shard 2", "pp 2 x tp 2, interleaved", "pp 2 x tp 2, values of the first block"], SENT)
 )
-def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
+def test_the_rank_with_the_most_memory_sends_what_is_predicted(pools, cell):
     degrees, changes = SENT[cell]
     config = config_of_cell(degrees, changes)
     config = replaced(config, parallelism={DEGREES[name]: degree for name, degree in degrees.items()})
@@ -181,11 +182,11 @@ def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
     for channel, traffic in prediction.work.traffic.items():
         calls[channel.kind, channel.ranks] += traffic.calls
         sizes[channel.kind, channel.ranks] += traffic.size
-    rank = int(prediction.pipeline.split()[1]) * 2  # of the pipeline -> the first one with this stage
+    rank = int(prediction.pipeline.split()[1]) * 2  # of the pipeline -> the first rank with this stage
     sent = pools[4].run("tests.distributed.test_communication:second_step", degrees=degrees, config=config)[rank]
     found_calls, found_sizes = Counter(), Counter()
     for (kind, members), (number, size) in sent.items():
-        if len(members) > 1 and kind != "all-reduce":  # labels, norms: a few numbers
+        if len(members) > 1 and kind != "all-reduce":  # labels, norms: a few values
             found_calls[kind, len(members)] += number
             found_sizes[kind, len(members)] += size
     gathered = [key for key in calls if key[0] != "all-reduce"]
@@ -197,7 +198,7 @@ def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
 
 
 def held(degrees: dict[str, int], config: Config) -> tuple[int, int, int]:
-    """(bytes of this rank's masters, of its optimizer's state, of all else when it holds the most) in a second step."""
+    """(bytes of this rank's master weights, of its optimizer state, of everything else at the peak) in a second step."""
     mesh = mesh_of(degrees)
     model, _, scale = begin_training(family_of(config.model), config, mesh, CPU)
     optimizer = build_optimizer(model, config.optimizer)
@@ -231,11 +232,11 @@ HELD = {
 
 
 @pytest.mark.parametrize("name", slow_but(["GPipe, recomputed"], HELD))
-def test_the_rank_that_holds_the_most_holds_what_is_predicted(pools, name):
+def test_the_rank_with_the_most_memory_holds_what_is_predicted(pools, name):
     degrees, config = HELD[name]
     prediction = predict(config, ranks_of(degrees), "cpu")
     found = [sum(each) for each in pools[ranks_of(degrees)].run(f"{HERE}:held", degrees=degrees, config=config)]
-    # what FSDP2 gathers is counted as if all of it existed at the worst moment
+    # gathered parameters are counted as if all existed at the peak
     assert 0.88 * prediction.memory.total < max(found) < 1.03 * prediction.memory.total
     most = int(prediction.pipeline.split()[1])
     ranks = len(found) // degrees["pp"]

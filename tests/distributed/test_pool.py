@@ -1,4 +1,4 @@
-"""The pool of ranks names who failed and how, and continues with new ranks."""
+"""The pool of ranks names the failed rank and the failure, and continues with new ranks."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ HERE = "tests.distributed.test_pool"
 
 
 def add_up(fail: str = "", failing: int = -1) -> int:
-    """All ranks sum their numbers; the failing one does not come."""
+    """All ranks sum their numbers; the failing one does not take part."""
     rank = torch.tensor(dist.get_rank())
     if rank == failing and fail == "raise":
         raise ValueError("no more")
@@ -52,14 +52,14 @@ def test_a_failing_rank_is_named_and_the_pool_works_again(failure: dict[str, Any
 
 
 def abort_once(folder: Path) -> int:
-    """Rank 1 is aborted at its first call, as gloo does it now and then."""
+    """Rank 1 is aborted at its first call, as gloo does occasionally."""
     if dist.get_rank() == 1 and not (folder / "aborted").exists():
         (folder / "aborted").touch()
         os.abort()
     return add_up()
 
 
-def test_a_rank_that_is_aborted_gets_one_more_try_and_that_is_told(tmp_path, monkeypatch):
+def test_an_aborted_call_is_retried_once_with_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.distributed.pool._GRACE", 2.0)
     pool = Pool(2)
     try:

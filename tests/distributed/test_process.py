@@ -1,4 +1,4 @@
-"""A process among others: how long it waits for them, and what its random numbers are."""
+"""A process among others: how long it waits for them, and its random numbers."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ HERE = "tests.distributed.test_process"
 
 
 def wait_for_a_late_rank(group: str, gave_up: Path) -> str:
-    """What rank 0 says when it no longer waits; rank 1 does not come."""
+    """The error of rank 0 when it stops waiting; rank 1 does not take part."""
     mesh = mesh_of({"tp": 2})
     set_timeout(2)
     if dist.get_rank() == 1:
@@ -32,7 +32,7 @@ def wait_for_a_late_rank(group: str, gave_up: Path) -> str:
 
 
 @pytest.mark.parametrize("group", ["the default group", "tp"])
-def test_no_group_waits_longer_than_the_timeout_that_was_set(group, tmp_path):
+def test_no_group_waits_longer_than_its_timeout(group, tmp_path):
     pool = Pool(2)
     try:
         message = pool.run(f"{HERE}:wait_for_a_late_rank", group=group, gave_up=tmp_path / "gave-up")[0]
@@ -41,7 +41,7 @@ def test_no_group_waits_longer_than_the_timeout_that_was_set(group, tmp_path):
     assert "Timed out waiting 2000ms" in message
 
 
-def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_patience(monkeypatch):
+def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_timeout(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     config = Config(comm=Comm(init_timeout_seconds=77), training=Training(deterministic=True))
@@ -82,13 +82,13 @@ def is_same(text: str, odd_rank: int) -> bool:
     return same_everywhere(text if dist.get_rank() != odd_rank else "another")
 
 
-def test_one_rank_with_another_text_is_noticed_by_all(pools: dict[int, Pool], tmp_path: Path):
+def test_all_ranks_notice_that_one_has_another_text(pools: dict[int, Pool], tmp_path: Path):
     assert pools[4].run(f"{HERE}:is_same", text="data", odd_rank=-1) == [True] * 4
     assert pools[4].run(f"{HERE}:is_same", text="data", odd_rank=2) == [False] * 4
 
 
 def make_on_nodes_of_two(fault_on: int | None) -> tuple[int | str, list[int]]:
-    """(the result of once_per_node or the text of its error, the ranks whose `make` was called here), with 2 ranks a node."""
+    """(the result of once_per_node or its error message, the ranks whose `make` was called here), with 2 ranks per node."""
     rank, calls = dist.get_rank(), []
 
     def make() -> int:
@@ -106,13 +106,13 @@ def make_on_nodes_of_two(fault_on: int | None) -> tuple[int | str, list[int]]:
             return str(error), calls
 
 
-def test_the_first_rank_of_each_node_makes_a_thing_and_its_node_receives_it(pools: dict[int, Pool]):
-    for _ in range(2):  # groups of the same ranks can be made again
+def test_the_first_rank_of_each_node_makes_a_value_for_its_node(pools: dict[int, Pool]):
+    for _ in range(2):  # groups of the same ranks can be created again
         answers = pools[4].run(f"{HERE}:make_on_nodes_of_two", fault_on=None)
         assert answers == [(100, [0]), (100, []), (102, [2]), (102, [])]
 
 
-def test_all_ranks_of_a_node_raise_the_fault_that_its_first_rank_has_met(pools: dict[int, Pool]):
+def test_all_ranks_of_a_node_raise_the_error_of_its_first_rank(pools: dict[int, Pool]):
     answers = pools[4].run(f"{HERE}:make_on_nodes_of_two", fault_on=2)
     fault = "no data on the node of rank 2"
     assert answers == [(100, [0]), (100, []), (fault, [2]), (fault, [])]

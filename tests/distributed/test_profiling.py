@@ -31,12 +31,12 @@ def test_every_rank_traces_the_same_steps_with_its_own_operations(pools: dict[in
         assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
         names = [event["name"] for event in trace["traceEvents"]]
         assert [found for found in names if found.startswith("step ")] == [f"step {step}"]
-        # the step from its forward pass to the optimizer, with the gathering of parameters over ranks
+        # the step from its forward pass to the optimizer, including all-gathers of parameters
         assert {"aten::mm", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "aten::_fused_adamw_"} <= set(names)
         assert any(found.startswith("FSDP::all_gather") for found in names)
 
 
-def test_a_trace_of_a_rank_has_what_its_stage_does_for_each_microbatch(pools: dict[int, Pool], tmp_path):
+def test_a_ranks_trace_has_its_stages_operations_for_each_microbatch(pools: dict[int, Pool], tmp_path):
     degrees = {"pp": 2}
     profiling = {"enable_profiling": True, "profile_freq": 3}
     config = config_of(degrees, "tied", 4, training={"steps": 3}, profiling=profiling, job={"dump_folder": str(tmp_path)})
@@ -46,7 +46,7 @@ def test_a_trace_of_a_rank_has_what_its_stage_does_for_each_microbatch(pools: di
         events = {event["name"]: event for event in trace["traceEvents"]}
         passes = [event["name"] for event in sorted(events.values(), key=lambda e: e.get("ts", 0)) if "stage " in event["name"]]
         order = ("forward 0", "backward 0", "forward 1", "backward 1", "forward 2", "backward 2", "forward 3", "backward 3")
-        if rank == 0:  # which is one microbatch ahead
+        if rank == 0:  # rank 0 is one microbatch ahead
             order = ("forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "forward 3", "backward 2", "backward 3")
         expected = [f"stage {rank} {each.replace(' ', ', microbatch ')}" for each in order]
         assert passes == expected
@@ -54,7 +54,7 @@ def test_a_trace_of_a_rank_has_what_its_stage_does_for_each_microbatch(pools: di
 
 
 def run_out_of_memory(folder: str, failing_step: int) -> str:
-    """What a run says whose forward pass runs out of memory at a step."""
+    """The message of a run whose forward pass runs out of memory at a step."""
     calls, forward = 0, one_step.summed_loss
 
     def failing(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def run_out_of_memory(folder: str, failing_step: int) -> str:
     return ""
 
 
-def test_a_run_that_is_out_of_memory_ends_with_the_step_the_bytes_and_the_remedies(pools: dict[int, Pool], tmp_path):
+def test_a_run_that_is_out_of_memory_reports_step_bytes_and_remedies(pools: dict[int, Pool], tmp_path):
     for message in pools[2].run(f"{HERE}:run_out_of_memory", folder=str(tmp_path), failing_step=5):
         assert "step 5, forward and backward: out of memory, 2.00 GiB more were requested" in message
         assert "parameters 0.00 GiB" in message

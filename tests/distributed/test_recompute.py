@@ -1,4 +1,4 @@
-"""What enters a compiled block, and how much each mode of activation checkpointing keeps. test_cover.py has the numbers."""
+"""The inputs of compiled blocks, and how much each mode of activation checkpointing keeps. test_cover.py compares gradients."""
 
 import functools
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def types_at_compiled_parts() -> tuple[set[str], float]:
 
 
 def test_no_asynchronous_tensor_enters_a_compiled_block_and_the_embedding_has_its_gradient(pools):
-    # an AsyncCollectiveTensor there gives the embedding a zero gradient while the loss looks right
+    # an AsyncCollectiveTensor there gives the embedding a zero gradient, although the loss is correct
     for seen, norm in pools[2].run(f"{HERE}:types_at_compiled_parts"):
         assert seen == {"Tensor"}
         assert norm > 0.01
@@ -49,7 +49,7 @@ def test_no_asynchronous_tensor_enters_a_compiled_block_and_the_embedding_has_it
 
 
 def saved_bytes(mode: dict[str, object], backend: str | None, keep: bool = False) -> tuple[int, int]:
-    """(bytes that the blocks leave in memory between forward and backward pass, graphs that were compiled)."""
+    """(bytes that the blocks keep between forward and backward pass, compiled graphs)."""
     config = config_of(
         {}, "deep", activation_checkpoint=mode, compile={"enable": backend is not None, "backend": backend or "eager"}
     )
@@ -74,7 +74,7 @@ def _measured(pool: Pool) -> dict[str, int]:
     return measured
 
 
-def test_every_mode_keeps_less_for_the_backward_pass_than_the_one_that_computes_less_again(pools):
+def test_the_more_a_mode_recomputes_the_less_it_keeps(pools):
     kept = _measured(pools[1])
     print({mode: f"{size / kept['none']:.2f}" for mode, size in kept.items()})
     assert kept["full"] < kept["every second layer"] < kept["none"]
@@ -89,7 +89,7 @@ def test_every_second_matrix_product_of_a_block_is_kept(pools):
     assert kept["per operation"] - kept["full"] >= products
 
 
-def test_a_model_adds_to_what_is_kept_by_its_own_table(pools):
+def test_a_models_own_table_adds_to_what_is_kept(pools):
     without = _measured(pools[1])["per operation"]
     more, _ = pools[1].run(f"{HERE}:saved_bytes", mode=MODES["per operation"], backend=None, keep=True)[0]
     silu = 4 * GLOBAL_BATCH * 32 * 96 * 4  # layers x sequences x tokens x features x bytes
@@ -100,7 +100,7 @@ def test_a_model_adds_to_what_is_kept_by_its_own_table(pools):
 
 
 def gradients_with_dropout(mode: str, backend: str = "aot_eager") -> dict[str, torch.Tensor]:
-    """Of a compiled model that draws random numbers inside of its blocks."""
+    """Gradients of a compiled model that draws random numbers in its blocks."""
     name, keys = "tests.tiny_block_dropout", {"enable": True, "backend": backend}
     config = config_of({}, model={"name": name}, activation_checkpoint=MODES[mode], compile=keys)
     torch._dynamo.reset()
@@ -128,17 +128,17 @@ def test_blocks_that_inductor_recomputes_have_the_dropout_of_their_forward_pass(
 
 
 def difference_with_dropout(budget: float) -> float:
-    """How far the gradient of a matrix is from what the forward pass says of it, relative to its norm.
+    """The distance of a matrix's gradient from that implied by the forward pass, relative to its norm.
 
-    Of the sum of dropout(h) @ w.T, the gradient of w is the sum over tokens of dropout(h): times w.T, that is the sum of the
-    results. Compiled by inductor, one block.
+    For the sum of dropout(h) @ w.T, the gradient of w is the sum over tokens of dropout(h); times w.T, it is the sum of the
+    results. One block, compiled by inductor.
     """
     torch._dynamo.reset()
     set_memory_budget(budget, ())
     torch.manual_seed(0)
     first, last = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
     block = torch.compile(lambda x: last(F.dropout(F.silu(first(x)), 0.5)))
-    results = block(torch.randn(512, 32).requires_grad_())  # activations are larger than weights, or nothing is recomputed
+    results = block(torch.randn(512, 32).requires_grad_())  # activations must be larger than weights, or nothing is recomputed
     results.sum().backward()
     set_memory_budget(1.0, ())
     assert last.weight.grad is not None
@@ -149,7 +149,7 @@ def difference_with_dropout(budget: float) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.0, 0.05, 0.5])
 def test_at_any_memory_budget_the_backward_pass_has_the_dropout_of_the_forward_pass(pools, budget):
-    """With PyTorch's own choice of what to keep it is 0.25 off."""
+    """With PyTorch's default choice of what to keep, the error is 0.25."""
     assert pools[1].run(f"{HERE}:difference_with_dropout", budget=budget)[0] < 1e-5
 
 
@@ -157,7 +157,7 @@ def test_at_any_memory_budget_the_backward_pass_has_the_dropout_of_the_forward_p
 
 
 def calls_of_backward(backend: str | None) -> dict[str, int]:
-    """How often the second backward pass with experts on two ranks, all recomputed, runs what concerns their choice."""
+    """How often the second backward pass, with experts on two ranks and full recomputation, runs the functions of routing."""
     degrees = {"dp_shard": 2, "ep": 2}
     keys = {"enable": backend is not None, "backend": backend or "eager"}
     config = config_of(degrees, model={"name": "tests.tiny_moe"}, activation_checkpoint=MODES["full"], compile=keys)
@@ -174,7 +174,7 @@ def calls_of_backward(backend: str | None) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_recomputation_dispatches_tokens_and_chooses_counts_and_combines_nothing_again(pools, backend):
+def test_recomputation_dispatches_tokens_again_but_does_not_route_count_or_combine(pools, backend):
     if backend and not MESH_PER_PARAMETER:
         pytest.skip("compiled blocks with split experts need PyTorch 2.13")
     for calls in pools[2].run(f"{HERE}:calls_of_backward", backend=backend):

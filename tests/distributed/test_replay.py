@@ -1,4 +1,4 @@
-"""Steps done again: bit for bit on the same mesh, within rounding on one process, and by the right way after rollbacks."""
+"""Replayed steps: bit for bit on the same mesh, within rounding on one process, and by the right route after rollbacks."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ MODEL = "tests.tiny_poison"
 
 
 def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple[int, int | None]]) -> list[tuple]:
-    """Replays (step, attempt) pairs on a mesh; -> (what was found, what is printed) of each."""
+    """Replays (step, attempt) pairs on a mesh; -> (result, printed text) of each."""
     found = []
     for step, attempt in steps:
         config, global_batch = setting_of(folder, step, MODEL)
@@ -40,7 +40,7 @@ def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple
 def replays(pools: dict[int, Pool], degrees: Degrees, folder: Path, bad: dict[int, int], *steps: int | tuple[int, int]):
     pairs = [step if isinstance(step, tuple) else (step, None) for step in steps]
     answers = pools[ranks_of(degrees)].run(f"{HERE}:again", degrees=degrees, folder=folder, bad=bad, steps=pairs)
-    assert len({repr([found for found, _ in answer]) for answer in answers}) == 1  # by text: NaN is not equal to itself
+    assert len({repr([found for found, _ in answer]) for answer in answers}) == 1  # as text: NaN is not equal to itself
     return answers[0]
 
 
@@ -88,7 +88,7 @@ def test_weights_and_updates_are_those_of_the_checkpoints_around_a_step(pools, t
 
 
 def differences(folder: Path, before: int, after: int) -> dict[str, tuple[float, float]]:
-    """Layer -> norms of weights and of what they have changed by, from two checkpoints."""
+    """Layer -> norms of weights and of their updates, from two checkpoints."""
     import torch.distributed.checkpoint as dcp
 
     states = []
@@ -106,7 +106,7 @@ def differences(folder: Path, before: int, after: int) -> dict[str, tuple[float,
 
 
 @pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}], ids=str)
-def test_after_a_rollback_the_last_attempt_is_what_metrics_show_and_the_first_one_is_there_too(pools, tmp_path, degrees):
+def test_after_a_rollback_metrics_show_the_last_attempt_and_the_first_can_be_replayed(pools, tmp_path, degrees):
     run(pools, degrees, tmp_path / "run", "rollback", BAD)
     run(pools, degrees, tmp_path / "first", "skip", BAD)
     expected = {report[0]: report for report in reports(tmp_path / "run")}
@@ -121,8 +121,8 @@ def test_after_a_rollback_the_last_attempt_is_what_metrics_show_and_the_first_on
     assert numbers(same[0]) == expected[12]
 
 
-def test_the_way_leads_over_several_rollbacks_where_no_checkpoint_is_left_between(pools, tmp_path):
-    bad = {7: tiny_poison.OF_LOSS, 13: tiny_poison.OF_GRADIENT}  # the second is met at step 11, after the checkpoint of step 10
+def test_a_replay_repeats_several_rollbacks_without_a_checkpoint_between_them(pools, tmp_path):
+    bad = {7: tiny_poison.OF_LOSS, 13: tiny_poison.OF_GRADIENT}  # the second: at step 11, after the checkpoint of step 10
     run(pools, {}, tmp_path, "rollback", bad, steps=14)
     expected = {report[0]: report for report in reports(tmp_path)}
     for step in (5, 10):
@@ -132,17 +132,17 @@ def test_the_way_leads_over_several_rollbacks_where_no_checkpoint_is_left_betwee
         assert found.start == "the initial weights" and "loss equal, gradient norm equal" in text
 
 
-def test_an_attempt_does_not_begin_with_a_checkpoint_of_a_later_one(pools, tmp_path):
+def test_an_attempt_does_not_start_from_a_checkpoint_of_a_later_one(pools, tmp_path):
     run(pools, {}, tmp_path / "run", "rollback", BAD)
     run(pools, {}, tmp_path / "first", "skip", BAD)
     path = tmp_path / "run" / INCIDENTS
-    path.write_text(path.read_text().replace('"found_at": 8', '"found_at": 11'))  # as if nobody had looked before
+    path.write_text(path.read_text().replace('"found_at": 8', '"found_at": 11'))  # as if the losses had not been read before
     ((found, _),) = replays(pools, {}, tmp_path / "run", BAD, (11, 1))
     assert found.start == "the checkpoint of step 5"
     assert numbers(found) == reports(tmp_path / "first")[10]
 
 
-def test_a_skipped_step_is_seen_again_and_so_are_those_after_it(pools, tmp_path):
+def test_a_skipped_step_and_those_after_it_are_replayed(pools, tmp_path):
     run(pools, {"tp": 2}, tmp_path, "skip", BAD)
     expected = {report[0]: report for report in reports(tmp_path)}
     skipped, after = replays(pools, {"tp": 2}, tmp_path, BAD, 8, 9)
@@ -150,7 +150,7 @@ def test_a_skipped_step_is_seen_again_and_so_are_those_after_it(pools, tmp_path)
     assert numbers(after[0]) == expected[9]
 
 
-def test_in_float16_the_scale_is_taken_out_of_the_norms(pools, tmp_path):
+def test_in_float16_norms_are_without_the_loss_scale(pools, tmp_path):
     run(pools, {}, tmp_path, "stop", {}, training={"mixed_precision_param": "float16"})
     ((found, _),) = replays(pools, {}, tmp_path, {}, 12)
     assert numbers(found) == reports(tmp_path)[-1]
@@ -158,7 +158,7 @@ def test_in_float16_the_scale_is_taken_out_of_the_norms(pools, tmp_path):
     assert total == pytest.approx(found.step.norm, rel=1e-4)
 
 
-def test_a_step_is_done_with_the_rate_that_it_had_and_not_with_that_of_a_later_start(pools, tmp_path):
+def test_a_step_is_replayed_with_its_own_rate_and_not_that_of_a_later_start(pools, tmp_path):
     run(pools, {}, tmp_path, "stop", {}, steps=8)
     later = {"optimizer": {"lr": 1e-3}, "checkpoint": {"allow_changes": ["optimizer.lr"]}}
     run(pools, {}, tmp_path, "stop", {}, **later)
@@ -167,7 +167,7 @@ def test_a_step_is_done_with_the_rate_that_it_had_and_not_with_that_of_a_later_s
         assert numbers(found) == expected[found.step.number]
 
 
-def test_steps_of_a_run_that_went_back_with_load_step_are_those_that_it_did_since(pools, tmp_path):
+def test_after_load_step_the_steps_since_then_are_replayed(pools, tmp_path):
     run(pools, {}, tmp_path, "stop", {})
     later = {"optimizer": {"lr": 1e-3}, "checkpoint": {"load_step": 5, "allow_changes": ["optimizer.lr"]}}
     run(pools, {}, tmp_path, "stop", {}, **later)
@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_not_used(pools, tmp_path):
     assert numbers(found) == reports(tmp_path)[10]
 
 
-def test_how_far_a_run_has_come_and_what_it_was_split_over(pools, tmp_path):
+def test_the_last_step_and_the_mesh_of_a_run_are_found(pools, tmp_path):
     with pytest.raises(WorkerFailure):
         run(pools, {}, tmp_path, "stop", BAD, log_freq=4)
     config, global_batch = setting_of(tmp_path, 8, MODEL)
@@ -209,13 +209,13 @@ def rewrite(folder: Path, step: int, **numbers) -> None:
 
 
 def other_code(folder: Path, step: int) -> dict[str, dict[str, str]]:
-    """The code of a checkpoint as if one file had been edited since."""
+    """Changes the code in a checkpoint as if one file had been edited since."""
     code = manifest.read(folder / f"checkpoint/step-{step:08d}").numbers["model_source"]
     return code | {"tests.tiny_poison": {"hash": "of then", "text": "SCALE = 1\n"}}
 
 
 def warnings_of(source: Path) -> list[str]:
-    """What is logged when the weights of a checkpoint are opened for generation and for an export."""
+    """The warnings when the weights of a checkpoint are opened for generation and for an export."""
     logger, handler, messages = logging.getLogger("titanlite"), logging.Handler(), []
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -227,7 +227,7 @@ def warnings_of(source: Path) -> list[str]:
     return messages
 
 
-def test_with_other_code_no_step_is_repeated_and_generation_and_exports_warn(pools, tmp_path):
+def test_with_changed_code_no_step_is_replayed_and_generation_and_export_warn(pools, tmp_path):
     run(pools, {}, tmp_path, "stop", {})
     newest = tmp_path / "checkpoint/step-00000012"
     assert pools[1].run(f"{HERE}:warnings_of", source=newest) == [[]]
@@ -243,7 +243,7 @@ def test_with_other_code_no_step_is_repeated_and_generation_and_exports_warn(poo
         run(pools, {}, tmp_path, "stop", {})
 
 
-def test_a_step_after_a_change_of_the_mixture_is_not_repeated_from_before_it(pools, tmp_path):
+def test_a_step_after_a_mixture_change_is_not_replayed_from_before_it(pools, tmp_path):
     run(pools, {}, tmp_path, "stop", {})
     timeline = manifest.read(tmp_path / "checkpoint/step-00000012").numbers["timeline"]
     rewrite(tmp_path, 12, timeline=[*timeline, timeline[0] | {"first_step": 11, "first_sample": 80, "began": 80}])

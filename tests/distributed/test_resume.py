@@ -60,7 +60,7 @@ def stored(folder: Path, step: int) -> dict[str, Tensor]:
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
+        warnings.simplefilter("ignore")  # the warning that this is one process
         dcp.load(tensors, checkpoint_id=path, no_dist=True)
     return tensors
 
@@ -82,12 +82,12 @@ def test_on_the_same_mesh_weights_moments_and_losses_are_equal_bit_for_bit(pools
         assert torch.equal(found[name], tensor), name
 
 
-def test_only_the_newest_checkpoints_are_kept_and_nothing_unfinished_is_left(pools, tmp_path):
+def test_only_the_newest_checkpoints_are_kept_and_no_unfinished_one_is_left(pools, tmp_path):
     run(pools, ONE, tmp_path, STEPS)
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-00000010", "step-00000012"]
 
 
-def test_an_unfinished_checkpoint_does_not_exist_for_resuming(pools, tmp_path):
+def test_a_resume_ignores_an_unfinished_checkpoint(pools, tmp_path):
     run(pools, ONE, tmp_path, 10)
     (tmp_path / "checkpoint/step-00000010").rename(tmp_path / "checkpoint/.step-00000010.unfinished")
     run(pools, ONE, tmp_path, STEPS)
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_another_seed_or_model_is_refused(pools, tmp_path):
 
 
 def mixed_run(degrees: Degrees, config: Config, data: Data) -> list[tuple[str, int]]:
-    """(source, sample) of all that this rank reads in a whole run."""
+    """(source, sample) of every sample that this rank reads in a whole run."""
     rows, real = [], Data.read
 
     def read(self: Data, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:

@@ -1,4 +1,4 @@
-"""Saves: one that fails costs nothing else, and writing beside training stores what was, not what has become of it since."""
+"""Saves: a failed one loses only itself, and an asynchronous one stores the state at its call, not a later one."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ def test_beside_training_the_same_is_stored_and_trained_although_the_tensors_cha
 
 
 @pytest.mark.parametrize("degrees", [ONE, SHARD, TWO_BY_TWO], ids=["1 rank", "2 ranks", "4 ranks"])
-def test_a_save_waits_for_the_one_before_and_stores_what_was_when_it_was_called(pools, tmp_path, degrees):
+def test_a_save_waits_for_the_previous_one_and_stores_the_state_at_its_call(pools, tmp_path, degrees):
     ranks = pools[ranks_of(degrees)].run(f"{HERE}:save_twice", degrees=degrees, folder=tmp_path / "checkpoint")
     assert ranks == [(["begin", "end", "begin", "end"], False)] * ranks_of(degrees)
     for step in (1, 2):
@@ -44,7 +44,7 @@ def test_a_save_in_the_training_thread_is_reported_before_the_next_step(pools, t
     assert pools[1].run(f"{HERE}:save_at_once", folder=tmp_path / "checkpoint") == [True]
 
 
-def test_a_rank_with_nothing_to_write_is_no_fault(pools, tmp_path):
+def test_a_rank_may_have_nothing_to_write(pools, tmp_path):
     pools[4].run(f"{HERE}:save_a_number", folder=tmp_path)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "step-00000001").glob("*.distcp")}
     assert len([size for size in sizes.values() if size > 0]) == 1
@@ -67,7 +67,7 @@ def test_a_rank_with_nothing_to_write_is_no_fault(pools, tmp_path):
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_a_save_that_fails_is_told_once_and_costs_that_checkpoint_only(pools, whole, tmp_path, trouble, cause, mode):
+def test_a_failed_save_is_reported_once_and_loses_only_that_checkpoint(pools, whole, tmp_path, trouble, cause, mode):
     ranks = train(pools, SHARD, tmp_path, 6, (*trouble, 4), checkpoint={"async_mode": mode})
     assert [rank.error for rank in ranks] == ["", ""]
     warnings = [line for rank in ranks for line in rank.log if "could not be saved" in line]
@@ -80,7 +80,7 @@ def test_a_save_that_fails_is_told_once_and_costs_that_checkpoint_only(pools, wh
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_run_whose_last_save_fails_ends_with_that_on_every_rank(pools, tmp_path, mode):
+def test_a_failed_last_save_ends_the_run_with_an_error_on_every_rank(pools, tmp_path, mode):
     ranks = train(pools, SHARD, tmp_path, 6, ("no_write", 1, 6), checkpoint={"async_mode": mode})
     for rank in ranks:
         assert "step-00000006: could not be saved: " in rank.error and "the cable is out" in rank.error
@@ -88,7 +88,7 @@ def test_a_run_whose_last_save_fails_ends_with_that_on_every_rank(pools, tmp_pat
     assert_sound(tmp_path / "checkpoint/step-00000004")
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_one_that_failed(pools, whole, tmp_path):
+def test_a_run_resumes_from_the_checkpoint_before_a_failed_one(pools, whole, tmp_path):
     train(pools, SHARD, tmp_path, 4, ("no_write", 1, 4))
     assert train(pools, SHARD, tmp_path, 6)[0].error == ""
     assert resumed(tmp_path) == [0, 2]
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_one_that_failed(pools, whole, 
 
 @root_on_linux
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_full_disk_costs_no_checkpoint_and_the_next_save_succeeds_when_there_is_room(pools, whole, tmp_path, mode):
+def test_a_full_disk_damages_no_checkpoint_and_the_next_save_succeeds_when_there_is_room(pools, whole, tmp_path, mode):
     """A checkpoint takes 1.8 MB: after the first one there is room for a half."""
     with disk(tmp_path / "disk", "size=12m") as place:
         ballast = place / "ballast"
@@ -116,7 +116,7 @@ def test_a_full_disk_costs_no_checkpoint_and_the_next_save_succeeds_when_there_i
 
 
 def test_a_folder_that_not_all_ranks_share_is_refused_by_all_ranks(pools, tmp_path):
-    """As where job.dump_folder is on a disk of each machine's own."""
+    """As if job.dump_folder were on a local disk of each node."""
     shared, own = tmp_path / "shared", tmp_path / "own"
     assert pools[2].run(f"{HERE}:try_folder", folders=[shared, shared]) == ["", ""]
     assert list(shared.iterdir()) == []

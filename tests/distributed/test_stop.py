@@ -1,4 +1,4 @@
-"""Ranks that agree on stopping: at the same step, and without waiting for each other in the steps before."""
+"""Ranks agree on stopping at the same step, without waiting for each other in the steps before."""
 
 import datetime
 import signal
@@ -18,7 +18,7 @@ HERE = "tests.distributed.test_stop"
 
 
 def answers(requests: dict[int, tuple[int, int]], steps: int) -> list[str | None]:
-    """The answer after each step, up to the first reason to stop. requests: rank -> (step, signal that it gets in it)."""
+    """The answer after each step, up to the first reason to stop. requests: rank -> (step, signal in that step)."""
     asked = stop.Stop(0.0)
     answers: list[str | None] = []
     try:
@@ -43,17 +43,17 @@ def answers(requests: dict[int, tuple[int, int]], steps: int) -> list[str | None
         ({1: (3, signal.SIGTERM), 3: (4, signal.SIGTERM)}, "rank 1 got SIGTERM"),
     ],
 )
-def test_what_one_rank_is_asked_all_are_told_one_step_later(pools: dict[int, Pool], requests, reason):
+def test_a_request_to_one_rank_reaches_all_one_step_later(pools: dict[int, Pool], requests, reason):
     assert pools[4].run(f"{HERE}:answers", requests=requests, steps=9) == [[None, None, None, None, reason]] * 4
 
 
-def test_a_request_in_the_last_step_stops_nothing_and_leaves_nothing_under_way(pools: dict[int, Pool]):
+def test_a_request_in_the_last_step_has_no_effect_and_leaves_no_pending_collective(pools: dict[int, Pool]):
     assert pools[4].run(f"{HERE}:answers", requests={1: (4, signal.SIGTERM)}, steps=5) == [[None] * 5] * 4
     assert pools[4].run(f"{HERE}:answers", requests={}, steps=3) == [[None] * 3] * 4
 
 
 def one_step_ahead(folder: Path) -> bool:
-    """Rank 1 comes to the first call when rank 0 has left it; whether it had come when rank 0 left the second."""
+    """Rank 1 enters the first call after rank 0 has left it; whether it had entered when rank 0 left the second."""
     asked, left, came = stop.Stop(0.0), folder / "left", folder / "came"
     dist.barrier()
     if dist.get_rank() == 1:
@@ -71,7 +71,7 @@ def test_a_rank_is_one_step_ahead_of_one_that_has_not_come_and_no_more(pools: di
 
 
 def patience() -> tuple[float, float]:
-    """Seconds of the stopping group and of one that is left out, when the default group's were 60."""
+    """Timeouts in seconds of the stopping group and of a group with its own, if the default group's was 60."""
     asked, own = stop.Stop(0.0), dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=11))
     set_timeout(7, but=own)
     set_by, left_out = (
@@ -83,7 +83,7 @@ def patience() -> tuple[float, float]:
     return set_by, left_out
 
 
-def test_the_stopping_group_has_the_patience_of_a_step_and_a_group_with_its_own_keeps_it(pools: dict[int, Pool]):
+def test_the_stopping_group_has_the_timeout_of_a_step_and_a_group_with_its_own_keeps_it(pools: dict[int, Pool]):
     assert pools[2].run(f"{HERE}:patience") == [(7.0, 11.0)] * 2
 
 
@@ -96,7 +96,7 @@ def wait_for_a_rank_that_is_gone() -> None:
     asked.agreed()
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_that(monkeypatch):
+def test_a_missing_rank_is_not_waited_for_longer_than_the_timeout(monkeypatch):
     monkeypatch.setattr("tests.distributed.pool._GRACE", 0.0)
     pool = Pool(2)
     try:

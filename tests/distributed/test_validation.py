@@ -1,4 +1,4 @@
-"""Validation: the same number at every round and on every mesh, and the training none the wiser."""
+"""Validation: the same loss in every round and on every mesh, without effect on training."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def run(pools: dict[int, Pool], degrees: dict[str, int], folder: Path, **section
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# The data has 156 samples of this length: 19 batches of 8, and 4 samples in the last, which not all ranks share in.
+# The data has 156 samples of this length: 19 batches of 8, and 4 samples in the last, in which not all ranks have a part.
 ALL = {"enable": True, "freq": 2, "steps": -1}
 
 
@@ -58,7 +58,7 @@ def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tm
 
 
 def patience_of_run(folder: Path) -> list[int | str]:
-    """Each timeout that a run of 4 steps sets, and "validation" for each pass."""
+    """The timeouts that a run of 4 steps sets, in order, with "validation" for each pass."""
     config = config_of({}, job={"dump_folder": str(folder)}, training={"steps": 4, "seq_len": 128}, validation=ALL)
     config = replaced(config, comm={"init_timeout_seconds": 99, "train_timeout_seconds": 9})
     events: list[int | str] = []
@@ -69,7 +69,7 @@ def patience_of_run(folder: Path) -> list[int | str]:
     return events
 
 
-def test_the_first_pass_which_compiles_has_the_patience_of_the_start(pools, tmp_path):
+def test_the_first_pass_which_compiles_has_the_timeout_of_the_start(pools, tmp_path):
     [events] = pools[1].run(f"{HERE}:patience_of_run", folder=tmp_path)
     assert events == [99, 9, 99, "validation", 9, "validation"]
 
@@ -89,7 +89,7 @@ def test_afterwards_a_checkpoint_has_the_moments_of_every_parameter(pools, degre
     assert answers == [[]] * len(answers)
 
 
-def test_training_goes_on_as_if_nobody_had_looked(pools, tmp_path):
+def test_validation_does_not_change_training(pools, tmp_path):
     degrees = {"tp": 2}
     looked_at = run(pools, degrees, tmp_path / "with", validation={**ALL, "steps": 3})
     alone = run(pools, degrees, tmp_path / "without")
@@ -104,7 +104,7 @@ def test_every_round_reads_the_same_samples(pools, tmp_path):
 
 
 def measured_and_expected(steps: int) -> tuple[dict[str, float], float]:
-    """(what validation says, mean cross entropy of the same samples by PyTorch's own function)."""
+    """(validation loss, mean cross entropy of the same samples by PyTorch's own function)."""
     config = config_of({}, validation={"enable": True, "steps": steps})
     data, length, ids = learnable_data(config), config.training.seq_len, learnable_ids(512)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh_of({}), CPU)
@@ -125,13 +125,13 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_first_samples(pools, steps):
     assert found["validation_bits_per_byte"] == pytest.approx(expected / math.log(2) / 3, rel=1e-6)
 
 
-def test_a_round_ends_with_the_data():
+def test_validation_ends_with_the_data():
     config = config_of({}, validation={"steps": 1000})
     assert pass_length(learnable_data(config), 0, config, 1) == math.ceil(625 / 8)
 
 
 def of_sources(degrees: dict[str, int], steps: int) -> list[dict[str, float]]:
-    """What validation says of two sources together, and of each alone."""
+    """The validation losses of two sources together, and of each alone."""
     config = config_of(degrees, validation={"enable": True, "steps": steps})
     ids = learnable_ids(512)
     files = [data_of([part], config, 512, bytes_a_token=size).sources[0] for part, size in ((ids[:7000], 3), (ids[7000:], 3))]
@@ -142,7 +142,7 @@ def of_sources(degrees: dict[str, int], steps: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_each_of_several_sources_is_measured_as_if_it_were_alone(pools, degrees):
+def test_each_of_several_sources_is_validated_as_if_alone(pools, degrees):
     steps = 10
     both, web, code = pools[math.prod(degrees.values())].run(f"{HERE}:of_sources", degrees=degrees, steps=steps)[0]
     for name, alone in (("web", web), ("code", code)):

@@ -1,5 +1,6 @@
-"""Whole runs of what changes the state that a checkpoint has: each resumes bit for bit, goes on on other meshes, and any mesh
-loads its checkpoint. test_resume.py has what is common to all runs."""
+"""Whole runs with features that change the state in a checkpoint: each resumes bit for bit, continues on other meshes, and any
+mesh loads its checkpoint. test_resume.py has what is common to all runs.
+"""
 
 import shutil
 from typing import Any
@@ -86,7 +87,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, nam
     assert whole[-1]["loss"] < whole[0]["loss"]
 
 
-# A run on one process, what it is, and where its parts run: until which step, with which other keys. rel: of the losses.
+# A run on one process, its features, and the meshes of its parts: until which step, with which other keys. rel: of the losses.
 MOVED: dict[str, tuple[float, dict[str, Any], list[tuple[Degrees, int, dict[str, Any]]]]] = {
     "uneven": (1e-5, {"flavor": "uneven"}, [(ONE, 4, {}), ({"cp": 2}, 6, {}), (TWO_BY_TWO, 8, {}), (ONE, STEPS, {})]),
     "compensated rounding": (5e-3, rounded("compensated"), [(ONE, 4, {}), (TWO_BY_TWO, 8, {}), (TP, STEPS, {})]),
@@ -108,7 +109,7 @@ MOVED: dict[str, tuple[float, dict[str, Any], list[tuple[Degrees, int, dict[str,
 
 
 @pytest.mark.parametrize("name", slow_but([name for name in MOVED if name != "split experts"], MOVED))
-def test_from_mesh_to_mesh_the_losses_are_those_of_one_process_within_rounding(pools, tmp_path, name):
+def test_runs_resumed_on_other_meshes_have_the_losses_of_one_process_within_rounding(pools, tmp_path, name):
     rel, keys, parts = MOVED[name]
     run(pools, ONE, tmp_path / "whole", STEPS, **keys)
     for degrees, steps, parallelism in parts:
@@ -119,7 +120,7 @@ def test_from_mesh_to_mesh_the_losses_are_those_of_one_process_within_rounding(p
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=rel)
 
 
-# The mesh that writes a checkpoint, and then meshes each of which reads what the one before it has written.
+# The mesh that writes a checkpoint, and then meshes, each of which reads what the previous one has written.
 CHAINS: dict[str, tuple[dict[str, Any], list[Degrees]]] = {
     "tied": (
         {"flavor": "tied", "model": {"overrides": {"n_layers": 4}}},
@@ -179,7 +180,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", slow_but(["tied, stages", "split experts"], SOURCES))
-def test_a_run_begins_from_a_hugging_face_folder_and_its_export_is_the_checkpoint(pools, tmp_path, monkeypatch, source):
+def test_a_run_starts_from_a_hugging_face_folder_and_its_export_is_the_checkpoint(pools, tmp_path, monkeypatch, source):
     name, flavor, degrees = SOURCES[source]
     folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
     start = {"initial_load_path": str(folder), "initial_load_in_hf": True}
@@ -193,7 +194,7 @@ def test_a_run_begins_from_a_hugging_face_folder_and_its_export_is_the_checkpoin
     for ours, tensor in trained.items():
         assert torch.equal(tensor, of_files(module, ours, tensor, there).float()), ours
     checkpoint = tmp_path / "run/checkpoint/step-00000002"
-    of_the_run = manifest.read(checkpoint).numbers["data"]["tokenizer"]  # of tokens that no tokenizer has made
+    of_the_run = manifest.read(checkpoint).numbers["data"]["tokenizer"]  # the tokens come from no tokenizer
     monkeypatch.setattr(exporting, "tokenizer_digest", lambda _: of_the_run)
     exporting.export(checkpoint, tmp_path / "out", shard_bytes=100_000, named=name)
     exported = tensors_of(tmp_path / "out")
@@ -226,5 +227,5 @@ def memory_of_ranks() -> float:
         return metrics.largest_peak_gib(CPU)
 
 
-def test_the_memory_that_is_reported_is_that_of_the_rank_with_most(pools):
+def test_the_reported_memory_is_that_of_the_rank_with_the_most(pools):
     assert pools[2].run(f"{__name__}:memory_of_ranks") == [2.0, 2.0]

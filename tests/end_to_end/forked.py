@@ -1,6 +1,6 @@
-"""`titanlite COMMAND ...` in forks of a process that has imported PyTorch: what a user gets, but for the seconds of a start.
+"""`titanlite COMMAND ...` in forks of a process that has imported PyTorch: what a user gets, without the seconds of a start.
 
-For tests of what a command does. How it is started, and what signals do to it, is for run_train.sh and launcher.py.
+For tests of what a command does. run_train.sh and launcher.py test how it is started, and signals.
 """
 
 import atexit
@@ -34,7 +34,7 @@ RUN: dict[str, Any] = {
 
 
 def prepare(folder: Path, name: str = "", flavor: str = "large", more: str = "", **sections: dict[str, Any]) -> Path:
-    """Writes a run of a model on a text, with these keys in place of RUN's. more: TOML behind it."""
+    """Writes a run of a model on a text, with these keys in place of RUN's. more: TOML to append."""
     (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
     given = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     model = {"model.name": name, "model.flavor": flavor} if name else {}
@@ -44,7 +44,7 @@ def prepare(folder: Path, name: str = "", flavor: str = "large", more: str = "",
 
 
 class Done(NamedTuple):
-    """What a command has left; of several ranks what all have written."""
+    """The outcome of a command, with the output of all ranks."""
 
     code: int  # of rank 0
     out: str
@@ -52,7 +52,7 @@ class Done(NamedTuple):
 
 
 class Command:
-    """A command that was started, as one process or as several ranks."""
+    """A started command, as one process or as several ranks."""
 
     def __init__(self, *words: object, folder: Path, ranks: int = 0, **variables: str):
         self._output = tempfile.TemporaryDirectory()
@@ -67,7 +67,7 @@ class Command:
             self.processes[-1].start()
 
     def finish(self, timeout: float = PATIENCE) -> Done:
-        """Waits for the end. Kills what has not ended in time, and raises TimeoutError."""
+        """Waits for the end. Kills processes that have not ended in time, and raises TimeoutError."""
         with self._output:
             for rank, process in enumerate(self.processes):
                 if rank and self.processes[0].exitcode:
@@ -93,7 +93,7 @@ def titanlite(*words: object, folder: Path, timeout: float = PATIENCE, **variabl
 
 
 def train(*words: object, folder: Path, ranks: int = 1, timeout: float = PATIENCE, **variables: str) -> Done:
-    """`titanlite train WORDS` in a folder, as so many ranks."""
+    """`titanlite train WORDS` in a folder, on this many ranks."""
     return Command("train", *words, folder=folder, ranks=ranks, **variables).finish(timeout)
 
 

@@ -1,4 +1,4 @@
-"""Starts run_train.sh as a user does, and finds every process that it has started."""
+"""Starts run_train.sh as a user does, and finds every process that it starts."""
 
 import os
 import re
@@ -14,12 +14,12 @@ from typing import NamedTuple
 from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
-MARK = "TITANLITE_TEST_RUN"  # in the environment of all processes of one run, whatever session they move to
+MARK = "TITANLITE_TEST_RUN"  # in the environment of all processes of one run, in any session
 _OF_THE_LAUNCHER = (
     *("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RDZV_TIMEOUT", "LOG_RANK", "MAX_RESTARTS", "OMP_NUM_THREADS"),
     "PYTHONPATH",
 )
-# bash's, where the user's locale is not installed on this machine, as after ssh
+# bash's warning if the user's locale is not installed on this machine, as after ssh
 _OF_A_LOCALE = re.compile(r"^.*: warning: setlocale: .*\n", re.MULTILINE)
 
 
@@ -30,13 +30,13 @@ def free_port() -> int:
 
 
 class Launch(NamedTuple):
-    """A run that was started."""
+    """A started run."""
 
     process: subprocess.Popen[str]
     mark: str
 
     def pids(self) -> list[int]:
-        """Its processes that are alive, whoever their parent is now."""
+        """Its living processes, with any parent."""
         return processes(self.mark)
 
     def ranks(self) -> dict[int, int]:
@@ -45,26 +45,28 @@ class Launch(NamedTuple):
         return {int(name.removeprefix("rank ")): pid for pid, name in names.items() if name.startswith("rank ")}
 
     def catches(self, sign: signal.Signals) -> bool:
-        """Whether what was started has a handler for a signal by now, such as a shell's trap."""
+        """Whether the started process has a handler for a signal by now, such as a shell's trap."""
         (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{self.process.pid}/status").read_text(), re.MULTILINE)
         return bool(int(mask, 16) >> (sign - 1) & 1)
 
     def has_loaded(self, library: str) -> bool:
-        """Whether what was started has mapped a file of this name by now; a shell has not before it becomes Python."""
+        """Whether the started process has mapped a file of this name by now; a shell has not before it becomes Python."""
         return library in Path(f"/proc/{self.process.pid}/maps").read_text()
 
 
 class Ended(NamedTuple):
-    """What a run left behind."""
+    """The outcome of a run."""
 
-    code: int  # the exit code that a shell would show
+    code: int  # the exit code, as in a shell
     out: str
     err: str
-    left: list[int]  # processes that were still there
+    left: list[int]  # remaining processes
 
 
 def launch(*words: str, folder: Path, script: Path = ROOT / "run_train.sh", **variables: str) -> Launch:
-    """Starts run_train.sh, or a link to it, in `folder` with only `variables` for it in the environment, on the CPU."""
+    """Starts run_train.sh, or a link to it, in `folder` on the CPU, with only `variables` of its variables in the
+    environment.
+    """
     mark = uuid.uuid4().hex
     kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
     own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", MARK: mark}
@@ -82,10 +84,10 @@ def launch(*words: str, folder: Path, script: Path = ROOT / "run_train.sh", **va
 
 
 def finish(started: Launch, timeout: float = PATIENCE) -> Ended:
-    """Waits for the end; after that, or where the time is over, whatever is still there is killed."""
+    """Waits for the end, up to a timeout, and then kills all remaining processes."""
     try:
         out, err = started.process.communicate(timeout=timeout)
-        with suppress(AssertionError):  # what is on its way out needs its turn on a busy machine
+        with suppress(AssertionError):  # processes that are ending may take a while on a busy machine
             until(lambda: not started.pids(), patience=60)
         left = started.pids()
     finally:

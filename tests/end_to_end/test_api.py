@@ -1,4 +1,4 @@
-"""Training from Python: what `titanlite.run` starts is the run of the command line, and `titanlite.Run` reads what it left."""
+"""Training from Python: `titanlite.run` starts the same run as the command line, and `titanlite.Run` reads its results."""
 
 import builtins
 import json
@@ -59,7 +59,7 @@ def test_a_run_from_tables_resumes_on_other_ranks_and_its_results_are_read(folde
 def test_a_fault_is_an_exception_that_names_the_key_and_nothing_is_started(folder):
     with pytest.raises(ValueError, match=r"training\.stepz.*did you mean training\.steps"):
         titanlite.run(TABLES, training={"stepz": 4}, job={"dump_folder": "out"})
-    with pytest.raises(ValueError, match=r"parallelism\.tensor_parallel_degree"):  # what the launcher's check finds
+    with pytest.raises(ValueError, match=r"parallelism\.tensor_parallel_degree"):  # found by the launcher's check
         titanlite.run(TABLES, parallelism={"tensor_parallel_degree": 3}, job={"dump_folder": "out"})
     assert not (folder / "out").exists()
     with pytest.raises(ValueError, match="out: no such folder"):

@@ -4,11 +4,11 @@ import pytest
 
 from tests.campaigns import Mesh, damage, elastic, kill, processors, two_hosts
 
-# a minute or two each on a machine that has nothing else to do
+# a minute or two each on an idle machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def test_killed_runs_lose_nothing_and_end_as_if_nothing_had_happened(tmp_path):
+def test_killed_runs_lose_nothing_and_end_like_uninterrupted_ones(tmp_path):
     report = kill.campaign(tmp_path, kill.Kind(Mesh(stages=2)), kills=3, seed=0, at_once=2)
     assert report.broken == []
     assert report.figures["kills"] == 3
@@ -18,18 +18,18 @@ def test_damaged_files_are_named_or_change_nothing(tmp_path):
     assert damage.campaign(tmp_path, cases=6, seed=0, mesh=Mesh(stages=2)).broken == []
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_stages(tmp_path):
+def test_a_run_continues_on_another_number_of_ranks_and_stages(tmp_path):
     assert elastic.campaign(tmp_path, [Mesh(3), Mesh(stages=2)], steps=3).broken == []
 
 
-def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):
+def test_two_hosts_train_as_one_and_survive_a_cut_cable(tmp_path):
     if reason := two_hosts.obstacle():
         pytest.skip(reason)
     assert two_hosts.campaign(tmp_path, ["plain", "cut"]).broken == []
 
 
-# All variants but those that are the plain run on CI's own processor, which has AVX-512 and takes one thread, and more orders.
-# A run takes as many as can be together; which one it was, `make campaign PART=processors` prints.
+# All variants except those that equal the plain run on CI's processor, which has AVX-512 and takes one thread, and further
+# orders. A run combines as many as possible; `make campaign PART=processors` prints which one changed a verdict.
 _TOGETHER = {
     "an old processor, another user": (
         *("ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBILITY", "ONEDNN_MAX_CPU_ISA=SSE41"),
@@ -50,7 +50,7 @@ def test_a_sample_of_the_tests_has_the_same_verdicts_on_other_processors(tmp_pat
 
 
 def test_a_test_whose_verdict_differs_under_a_variant_is_named(tmp_path, monkeypatch):
-    """Whether the campaign can fail: a tree with one test, which passes in UTC only."""
+    """Whether the campaign can fail: a tree with one test that passes only in UTC."""
     (tmp_path / "tests").symlink_to(processors.ROOT / "tests")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_zone.py").write_text("import time\n\ndef test_zone():\n    assert time.timezone == 0\n")

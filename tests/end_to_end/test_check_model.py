@@ -1,4 +1,4 @@
-"""titanlite check-model: a sound model passes every check, and of a broken fork the table names what is broken."""
+"""titanlite check-model: a correct model passes every check, and the table names what is broken in a fork."""
 
 import dataclasses
 import re
@@ -46,7 +46,7 @@ TRAINING = [row for row in ROWS[ROWS.index(TRAINED) :] if row not in {*EVERY_MES
 
 
 def call(called: str, arguments: tuple) -> object:
-    """On a rank of a pool: a function that the command would start ranks for. An error is handed back as the command has it."""
+    """On a rank of a pool: a function for which the command would start ranks. An error is returned as in the command."""
     torch._dynamo.reset()
     try:
         return (getattr(small_runs, called, None) or getattr(whole_runs, called))(torch.device("cpu"), *arguments)
@@ -56,7 +56,7 @@ def call(called: str, arguments: tuple) -> object:
 
 @pytest.fixture
 def pooled(pools: dict[int, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are there already in place of new ones."""
+    """Ranks of a pool instead of new ones."""
 
     def on_ranks(count, function, *arguments, **_options):
         answers = pools[count].run(f"{__name__}:call", called=function.__name__, arguments=arguments)
@@ -68,7 +68,7 @@ def pooled(pools: dict[int, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(name: str, *selected: str) -> dict[str, Row]:
-    """These rows of a fork, or all, and the rows that they need, if these do not pass."""
+    """These rows of a fork, or all, and the rows on which they depend, if these fail."""
     rows = {row.name: row for row in rows_of(name, load_module(name), ["plain"], "plain", selected=selected)}
     for row in rows.values():
         print(row)
@@ -95,7 +95,7 @@ def line_of(fork: str, code: str) -> str:
     ("fork", "table_", "module"),
     [("missing_entry", "sharding", "layers.*.ffn_norm"), ("uninitialized", "initial", "layers.*.attention.wv.weight")],
 )
-def test_what_a_table_lacks_is_named_and_nothing_is_trained(pooled, fork, table_, module):
+def test_entries_that_a_table_lacks_are_named_and_nothing_is_trained(pooled, fork, table_, module):
     rows = table(f"tests.forks.{fork}")
     assert failed(rows) == {table_: [f"{table_}: no pattern matches {module}"]}
     assert not_run(rows) == TRAINING
@@ -115,24 +115,24 @@ def test_parameters_that_a_constructor_sets_and_initial_overrides_are_named_and_
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "tests.tiny_biased", "tests.tiny_odd", "tests.forks.hybrid"])
-def test_what_modules_of_pytorch_set_by_themselves_is_no_fault_of_a_constructor(name):
+def test_values_that_pytorch_modules_set_are_no_fault_of_a_constructor(name):
     module = load_module(name)
     assert facts.constructor_faults(Family(module, next(iter(module.FLAVORS.values())))) == []
 
 
-def test_what_the_last_pattern_catches_is_listed():
+def test_parameters_that_only_the_last_pattern_matches_are_listed():
     row = table("tests.tiny", "initial")["initial"]
     assert row.verdict == "passed"
     assert row.texts[0].startswith('"*" gives Normal(') and row.texts[0].endswith("layers.*.ffn.w3.weight, head.output.weight")
 
 
-def test_rows_of_a_slice_that_a_model_takes_for_sequences_are_found(pooled):
+def test_a_model_that_takes_rows_of_a_slice_for_sequences_is_found(pooled):
     rows = table("tests.forks.one_row_of_positions", "tp 2", "replicate 2")
     assert list(failed(rows)) == ["tp 2"]
     assert rows["tp 2"].texts[0].startswith("the gradient of positions.weight differs by")
 
 
-def test_a_graph_break_is_told_with_the_line(pooled):
+def test_a_graph_break_is_reported_with_its_line(pooled):
     rows = table("tests.forks.graph_break", COMPILED)
     assert list(failed(rows)) == ["compile"]
     assert rows["compile"].texts[0].startswith(line_of("graph_break", "        if x.abs().max() > 1e4:"))
@@ -154,7 +154,7 @@ def test_one_layer_with_heads_that_two_ranks_cannot_share_is_named_and_refused_a
         check(Config.model_validate(keys), "run.toml", 2)
 
 
-def test_of_flavors_that_nobody_names_only_the_trained_one_must_divide(monkeypatch):
+def test_of_flavors_that_the_command_does_not_name_only_the_trained_one_must_divide(monkeypatch):
     odd = dataclasses.replace(tiny.FLAVORS["tied"], n_kv_heads=1)
     monkeypatch.setitem(tiny.FLAVORS, "odd", odd)
     for flavors, verdict in ((["plain", "odd"], "passed"), (["odd"], "FAILED")):
@@ -162,18 +162,18 @@ def test_of_flavors_that_nobody_names_only_the_trained_one_must_divide(monkeypat
         assert next(row for row in rows if row.name == "tp 2 divides").verdict == verdict
 
 
-def test_wrong_flops_are_told_with_the_function_and_with_what_is_counted():
+def test_wrong_flops_are_reported_with_the_function_and_the_counted_flops():
     rows = table("tests.forks.wrong_flops", FLOPS)
     text = rows["FLOPs"].texts[0]
     assert line_of("wrong_flops", "def flops(config: Config, seq_len: int) -> Flops:") in text
     said, counted = (int(number.replace(",", "")) for number in re.findall(r"(?:says|counts) ([\d,]+\d)", text))
-    assert counted - said == 6 * 2 * 64 * 96  # what the fork has left out: layers, dim, ffn_dim
+    assert counted - said == 6 * 2 * 64 * 96  # what the fork omits: layers, dim, ffn_dim
 
 
-def test_what_a_head_adds_to_the_loss_alone_is_counted():
+def test_flops_that_a_head_adds_only_to_the_loss_are_counted():
     (text,) = table("tests.forks.two_predictions", FLOPS)[FLOPS].texts
     said, counted, of_head = (int(n.replace(",", "")) for n in re.findall(r"(?:says|counts|head) ([\d,]+\d)", text))
-    added = 6 * (64 * 64 + 64 * 512)  # a matrix, and the logits once more
+    added = 6 * (64 * 64 + 64 * 512)  # a matrix, and a second set of logits
     assert counted - said == added and of_head == added + 6 * 64 * 512
 
 
@@ -182,7 +182,7 @@ def test_a_tensor_that_the_map_drops_is_named():
     assert failed(rows) == {HUGGING_FACE: ["HF has no name for layers.*.ffn.w3.weight"]}
 
 
-def test_a_wrong_style_of_the_right_shape_is_told_by_the_parameter_whose_gradient_is_wrong(pooled):
+def test_a_wrong_style_of_the_right_shape_is_reported_by_the_parameter_with_a_wrong_gradient(pooled):
     rows = table("tests.forks.wrong_style", "2 x 2", "tp 2", "shard 2", "context 2")
     assert list(failed(rows)) == ["2 x 2", "tp 2"]
     for mesh in ("2 x 2", "tp 2"):
@@ -212,7 +212,7 @@ def test_a_row_that_a_selected_one_needs_is_shown_where_it_fails(pooled):
     assert rows["tp 2"].texts == [f"needs {TRAINED}"]
 
 
-def test_what_a_family_declares_is_neither_run_nor_failed(pooled, monkeypatch):
+def test_rows_beyond_a_familys_limits_are_neither_run_nor_failed(pooled, monkeypatch):
     monkeypatch.setattr(tiny, "LIMITS", {"generates": False, "stages": False, "tensor_parallel": 1}, raising=False)
     rows = table("tests.tiny", DIVIDES, *BEHAVIOR, "2 x 2", "tp 2", "pipeline 2", "replicate 2")
     declared = [row.name for row in rows.values() if row.verdict == "declared"]
@@ -221,7 +221,7 @@ def test_what_a_family_declares_is_neither_run_nor_failed(pooled, monkeypatch):
     assert all("refused, as checked: " in rows[name].texts[0] for name in declared)
 
 
-def test_of_at_most_two_ranks_that_a_family_declares_three_are_refused(monkeypatch):
+def test_three_ranks_are_refused_if_a_family_declares_at_most_two(monkeypatch):
     monkeypatch.setattr(tiny, "LIMITS", {"tensor_parallel": 2}, raising=False)
     row = table("tests.tiny", DIVIDES)[DIVIDES]
     assert row.verdict == "passed"
@@ -231,14 +231,14 @@ def test_of_at_most_two_ranks_that_a_family_declares_three_are_refused(monkeypat
 # ------------------------------------------------------------------------------------------------------------- other faults
 
 
-def test_a_recompilation_is_told_with_its_cause(pooled):
+def test_a_recompilation_is_reported_with_its_cause(pooled):
     rows = table("tests.forks.recompiling", GENERATE, COMPILED, "shard 2")
-    # a model that counts its passes gives two of them different results, and a mesh makes more of them for a step
+    # a model that counts its passes gives two of them different results, and a mesh runs more of them in a step
     assert list(failed(rows)) == [GENERATE, COMPILED, "shard 2"]
     assert any("self.phase == 'step " in text and "recompiling.py:" in text for text in rows["compile"].texts)
 
 
-def test_an_error_of_the_forward_pass_is_told_with_the_line_and_meshes_are_not_tried(pooled):
+def test_an_error_in_the_forward_pass_is_reported_with_its_line_and_meshes_are_not_tried(pooled):
     rows = table("tests.forks.raising")
     place = line_of("raising", "        return hidden + hidden[:, :3]")
     assert failed(rows).keys() == {"FLOPs", "loss and gradients"}
@@ -264,7 +264,7 @@ def test_gradients_that_recomputation_changes_are_named(pooled):
     assert all("the gradient of layers." in text for text in texts if not text.endswith("follow from these"))
 
 
-def test_a_feed_forward_layer_that_mixes_tokens_differs_where_it_computes_in_parts(pooled):
+def test_a_feed_forward_layer_that_mixes_tokens_differs_if_computed_in_parts(pooled):
     texts = table("tests.forks.token_shift", RECOMPUTED)[RECOMPUTED].texts
     assert texts and all(text.startswith("recomputed in parts: ") for text in texts)
 
@@ -274,7 +274,7 @@ def test_a_feed_forward_layer_that_runs_do_not_compute_in_parts_is_not_compared_
     assert table("tests.forks.token_shift", RECOMPUTED)[RECOMPUTED].verdict == "passed"
 
 
-def test_what_a_checkpoint_does_not_bring_back_is_named(pools, tmp_path):
+def test_state_that_a_checkpoint_does_not_restore_is_named(pools, tmp_path):
     one = trained(pools, "tests.tiny", "tied", {}, {}, tmp_path / "saves")
     assert not one.faults
     assert all(weight.std() > 0.005 for weight in one.trajectory.weights.values())  # gains of 1 as well
@@ -364,7 +364,7 @@ def test_a_command_that_names_nothing_to_check_is_a_user_error(monkeypatch, word
         command(monkeypatch, *words)
 
 
-def test_trained_is_the_flavor_asked_for_or_debug_or_the_smallest():
+def test_the_named_flavor_or_debug_or_the_smallest_is_trained():
     assert choose_small("x", llama3, ["debug"]) == choose_small("x", llama3, ["8b"]) == "debug"
     assert choose_small("x", llama3, list(llama3.FLAVORS)) == "debug"
     assert choose_small("x", tiny, ["large"]) == "large"

@@ -1,4 +1,4 @@
-"""check-model's rows of whole runs: what a resume, a validation or a save in the background changes is named."""
+"""check-model's rows of whole runs name what a resume, a validation or an asynchronous save changes."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def test_a_right_model_has_three_equal_runs_and_random_numbers_of_its_own_on_eac
     assert [len(drawn) for drawn in runs.resumed.drawn] == [STEPS - AT] * 2
 
 
-def test_a_state_that_no_checkpoint_holds_is_told_by_the_loss_after_the_resume(pools, tmp_path):
+def test_state_that_no_checkpoint_holds_is_found_by_the_loss_after_the_resume(pools, tmp_path):
     (fault,) = run_faults(runs_of(pools, "tests.forks.forgetful", tmp_path))
     assert fault.startswith(f"after a resume from step {AT}, the loss of step {AT + 1} is ")
     assert "what the model keeps outside of parameters and buffers" in fault
@@ -61,7 +61,7 @@ def test_the_first_number_that_differs_after_a_resume_is_named(resumed, words):
     assert not faults if words is None else words in faults[0]
 
 
-def test_what_a_validation_or_a_save_changes_is_told_apart_from_a_resume():
+def test_changes_by_a_validation_or_a_save_are_distinguished_from_a_resume():
     (fault,) = run_faults(Runs(whole(), whole(step=2, loss=2.5), whole(step=2, loss=2.5)))
     assert fault.startswith("where a run validates, and saves in the background, the loss of step 2 is 2.5 instead of 2.0")
 
@@ -72,7 +72,7 @@ def test_ranks_that_draw_equal_random_numbers_are_named():
     assert fault.startswith("rank 0 in forward pass 2 and rank 1 in forward pass 2 draw the same random numbers")
 
 
-def test_many_weights_that_are_rounded_otherwise_on_a_mesh_are_a_fault_and_few_are_not():
+def test_many_differently_rounded_weights_on_a_mesh_are_a_fault_and_few_are_not():
     def trajectory(update: torch.Tensor) -> Trajectory:
         return Trajectory({}, [], [], [], {}, set(), {"embed.weight": update, "head.weight": torch.zeros(100)})
 

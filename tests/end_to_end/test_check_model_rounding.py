@@ -1,4 +1,4 @@
-"""titanlite check-model: rounding is no fault, however much of a gradient it is, and no fault passes for rounding."""
+"""titanlite check-model: rounding is never a fault, however large relative to a gradient, and no fault passes as rounding."""
 
 import re
 import warnings
@@ -53,21 +53,21 @@ def test_a_fault_of_one_percent_of_any_gradient_fails_where_gradients_cancel(poo
         found = compare(wrong, alone)
         if found.undecided:
             found = settle(wrong, alone, {**wide_split, name: wide_split[name] * 1.01}, wide_alone)
-        if name == "factor.weight":  # its gradient is zero but for rounding, and so is 1% of it
+        if name == "factor.weight":  # its gradient is only rounding, and so is 1% of it
             continue
         assert not found.equal and not found.undecided, name
         assert name in [difference.where for difference in found.excessive]
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_nothing_but_rounding_is_decided_in_float64(pooled):
+def test_a_gradient_of_only_rounding_is_decided_in_float64(pooled):
     rows = table("tests.forks.scale_free", RECOMPUTED, COMPILED, *MESHES)
     assert {row.verdict for row in rows.values()} == {"passed", "not run"}
     assert any("factor.weight" in text and "in float64 it does not" in text for row in rows.values() for text in row.texts)
 
 
 @pytest.mark.slow
-def test_what_float64_cannot_decide_is_undecided_and_has_its_own_exit_code(pooled, monkeypatch, capsys):
+def test_a_difference_that_float64_cannot_decide_has_its_own_exit_code(pooled, monkeypatch, capsys):
     rows = table("tests.forks.float32_only", RECOMPUTED, COMPILED, *MESHES)
     undecided = [row for row in rows.values() if row.verdict == "undecided"]
     assert undecided and failed(rows) == {}
@@ -84,14 +84,14 @@ def test_a_gradient_that_depends_on_the_microbatch_does_not_pass_for_rounding(po
     assert not found.equal and not found.undecided
 
 
-def test_of_gradients_without_their_sum_over_ranks_those_of_the_last_layer_are_listed(pools):
+def test_if_gradients_are_not_summed_over_ranks_those_of_the_last_layer_are_listed(pools):
     alone, split = (on(pools, train_small, "tests.forks.missing_partial", degrees).trajectory for degrees in ({}, TP))
     first, *rest = describe(compare(split, alone))
     assert first.startswith("the gradient of layers.1.factor.weight differs by ")
     assert rest == ["and 1 more, which may follow from this"]
 
 
-def test_where_plain_tensors_meet_dtensors_line_module_and_remedy_are_named(pools):
+def test_mixing_plain_tensors_with_dtensors_is_reported_with_line_module_and_remedy(pools):
     text = str(on(pools, train_small, "tests.forks.mixed_tensors", TP))
     assert text.startswith(line_of("mixed_tensors", "        return x * self.weight") + ", layers.0.factor: RuntimeError")
     assert "use local_weight(parameter)" in text
@@ -104,5 +104,5 @@ def warn_as_pytorch(device: torch.device) -> list[str]:
     return [str(warning.message) for warning in seen]
 
 
-def test_warnings_of_pytorch_on_the_ranks_of_a_tool_stay_out_of_its_table():
+def test_pytorch_warnings_on_a_tools_ranks_stay_out_of_its_table():
     assert on_ranks(1, warn_as_pytorch, use_gpus=False) == ["of the fork"]

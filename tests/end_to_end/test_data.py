@@ -1,4 +1,4 @@
-"""The data path as a user meets it: text to token files, two sources, chats, workers, and data that change under a run."""
+"""The data path of a user: text to token files, two sources, chats, workers, and data that change during a run."""
 
 import json
 import re
@@ -58,7 +58,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Text, chats, a tokenizer with a chat template, and token files made by the command."""
+    """Text, chats, a tokenizer with a chat template, and token files that the command wrote."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "assets").mkdir()
     texts = [f"item {number} of {number % 7}: " + "some words and more " * (number % 11) for number in range(300)]
@@ -119,7 +119,7 @@ def test_two_ranks_with_workers_see_the_same_losses_and_leave_no_process(finishe
             assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None)
 
 
-def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unless_allowed(finished):
+def test_data_changed_since_a_checkpoint_is_refused_with_the_change_unless_allowed(finished):
     """The text of a source is edited; the run is resumed."""
     shutil.copytree(finished / "one", finished / "changed")
     chats = finished / "chats.jsonl"

@@ -1,4 +1,4 @@
-"""titanlite eval: on a task made of local text, lm-eval gets the answers of transformers' model of the exported weights."""
+"""titanlite eval: on a task of local text, lm-eval gets the answers of transformers' model with the exported weights."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.forked import Done, prepare, titanlite, train
 
-# Contexts and answers of unequal lengths, an empty context, and one longer than the model is shown.
+# Contexts and answers of unequal lengths, an empty context, and one longer than the model's maximum length.
 QUESTIONS = [
     {"context": "one two three", "answers": [" four", " nine"], "right": 0},
     {"context": "six seven", "answers": [" eight nine ten", " one"], "right": 0},
@@ -65,7 +65,7 @@ def evaluate(folder: Path, *words: str) -> Done:
 
 
 def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
-    """By transformers: log-probability of each answer, and of each whole text, and what is written on.
+    """By transformers: the log-probability of each answer and of each whole text, and the continuations.
 
     folder: in Hugging Face's format.
     """
@@ -74,7 +74,7 @@ def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
     def log_probability(context: list[int], new: list[int]) -> float:
-        shown = (context + new)[-33:]  # the model is shown 32 tokens, and predicts the next one
+        shown = (context + new)[-33:]  # the model reads 32 tokens and predicts the next one
         found = model(torch.tensor([shown[:-1]])).logits[0].log_softmax(-1)
         return sum(found[place - 1, shown[place]].item() for place in range(len(shown) - len(new), len(shown)))
 
@@ -86,7 +86,7 @@ def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
         answers.append([log_probability(context or [start], ids[len(context) :]) for ids in whole])
         ids = tokenizer(question["context"] + "!").input_ids
         windows = [ids[first : first + 32] for first in range(0, len(ids), 32)]
-        # each window after the first is predicted behind as much of the text as there is room for
+        # each window after the first is predicted after as much of the text as fits
         texts.append(
             sum(
                 log_probability([start, *ids][max(0, 32 * number + len(part) - 32) : 32 * number + 1], part)
@@ -118,7 +118,7 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
 
 
 @pytest.mark.slow
-def test_two_ranks_say_the_same(folder):
+def test_two_ranks_give_the_same_results(folder):
     words = ["--checkpoint", "out", "--tasks", "choice", "--include-path", "tasks", "--limit", "2"]
     alone, split = evaluate(folder, *words), evaluate(folder, *words, "--tp", "2")
     assert alone.code == split.code == 0, split.err

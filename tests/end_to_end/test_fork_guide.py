@@ -29,7 +29,7 @@ def blocks() -> list[Block]:
 
 
 def applied(difference: str, source: str) -> str:
-    """The source with lines that begin with - replaced by those with +; all that is there already must be there once."""
+    """The source with lines that begin with - replaced by those with +; the replaced text must occur exactly once."""
     lines = difference.splitlines()
     assert all(line[:1] in ("", " ", "+", "-") for line in lines), difference
     before, after = (["", *(line[1:] for line in lines if line[:1] != sign), ""] for sign in "+-")
@@ -43,14 +43,14 @@ def copy(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_train.sh", tmp_path)
     (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin" / "titanlite"  # as an environment has it where the package is installed
+    command = tmp_path / "bin" / "titanlite"  # as in an environment with the package installed
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m titanlite "$@"\n')
     command.chmod(0o755)
     return tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # it checks a model, trains one, and shares the machine
+@pytest.mark.timeout(600)  # checks and trains a model on a shared machine
 def test_the_guide_leads_to_a_fork_that_is_checked_trained_and_exported(copy):
     own = {"PATH": f"{copy}/bin:{os.environ['PATH']}", "PYTHONPATH": str(copy), "PYTHON": sys.executable}
     done = []

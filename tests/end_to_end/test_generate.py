@@ -1,4 +1,4 @@
-"""Text from checkpoints: every family writes what transformers writes, on any mesh, by the command and while it is trained."""
+"""Text from checkpoints: every family generates the text of transformers, on any mesh, by the command and during training."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
 
 
 def restless_models(name: str, flavor: str) -> tuple[nn.Module, nn.Module]:
-    """Both models with layers so loud that they do not repeat the last token, as tied embeddings would have it."""
+    """Both models with layers so large that they do not repeat the last token, as models with tied embeddings would."""
     ours, theirs = both_models(name, flavor)
     with torch.no_grad():
         for key, parameter in ours.named_parameters():
@@ -29,7 +29,7 @@ def restless_models(name: str, flavor: str) -> tuple[nn.Module, nn.Module]:
             elif key.endswith("post_norm.weight"):
                 parameter += 10
             elif key.endswith("experts.w1") and "gpt_oss" in name:
-                parameter *= 4  # a gate near 0 lets little through
+                parameter *= 4  # a gate near 0 passes little
     give(dict(ours.named_parameters()), importlib.import_module(name), theirs)
     return ours, theirs
 
@@ -41,7 +41,7 @@ _FEW = {name: (name, flavor) for name, flavor in reversed(MODELS)}.values()
 @pytest.mark.parametrize(
     ("name", "flavor"), [each if each in _FEW else pytest.param(*each, marks=pytest.mark.slow) for each in MODELS]
 )
-def test_the_likeliest_text_is_that_of_transformers_past_the_window_and_the_caches_first_growth(name, flavor, monkeypatch):
+def test_greedy_text_equals_transformers_beyond_the_window_and_the_first_growth_of_the_cache(name, flavor, monkeypatch):
     monkeypatch.setattr(Cache, "_STEP", 16)
     ours, theirs = restless_models(name, flavor)
     found = generate(ours, PROMPTS, 40, None, Sampling(temperature=0))
@@ -67,7 +67,7 @@ def command(folder: Path, *words: str, name: str = "generate") -> Done:
     return titanlite(name, *words, "--model", "tests.tiny_gemma3", folder=folder)
 
 
-def test_the_command_continues_several_prompts_and_writes_the_same_on_two_ranks(trained):
+def test_the_command_continues_several_prompts_with_the_same_text_on_two_ranks(trained):
     words = [
         "--checkpoint",
         "out",
@@ -89,7 +89,7 @@ def test_the_command_continues_several_prompts_and_writes_the_same_on_two_ranks(
 
 
 @pytest.mark.parametrize("kind", slow_but(["weights"], ["weights", "adapters", "overrides"]))
-def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, kind):
+def test_the_export_generates_the_same_text_in_transformers(trained, tmp_path, kind):
     source, adapters = trained / "out", kind == "adapters"
     if kind != "weights":
         shutil.copy(trained / "data.txt", tmp_path)

@@ -1,4 +1,4 @@
-"""import-hf, export-hf and export-torch as a user gives them, and runs that begin and end in Hugging Face's format."""
+"""import-hf, export-hf and export-torch as a user runs them, and runs that start and end in Hugging Face's format."""
 
 import json
 import re
@@ -22,11 +22,11 @@ from titanlite.hf.folder import their_names
 from titanlite.registry.family import load_family
 
 OWN = ("--model", "tests.tiny")
-STILL = ("--optimizer.lr", "1e-20", "--optimizer.weight_decay", "0.0")  # weights stay what they are
+STILL = ("--optimizer.lr", "1e-20", "--optimizer.weight_decay", "0.0")  # weights do not change
 
 
 def titanlite(*words: object, folder: Path, code: int = 0) -> Done:
-    """A command that ends with this exit code; 2 means a sentence and no traceback."""
+    """A command that ends with this exit code; 2 means a message without traceback."""
     ended = forked.titanlite(*words, folder=folder, timeout=PATIENCE)
     assert ended.code == code, ended.out + ended.err
     assert "Traceback" not in ended.err
@@ -49,7 +49,7 @@ def fork(folder: Path, **values: object) -> Path:
 
 
 def logits_differ_by(folder: Path, flavor: str, tokens: torch.Tensor, checkpoint: Path, assets: str = "") -> float:
-    """How far transformers' logits from an export are from ours from the checkpoint, in parts of the largest."""
+    """The distance of transformers' logits from an export to ours from the checkpoint, relative to the largest."""
     family, stored = load_family("tests.tiny", flavor, assets), Stored(checkpoint)
     model = family.module.Model(family.config)
     model.load_state_dict({name: stored.read(f"model.{name}") for name, _ in model.named_parameters()}, strict=False)
@@ -62,7 +62,7 @@ def logits_differ_by(folder: Path, flavor: str, tokens: torch.Tensor, checkpoint
 
 
 @pytest.mark.timeout(600)
-def test_what_import_hf_prints_is_what_a_run_needs_and_its_last_save_is_what_transformers_reads(tmp_path):
+def test_import_hf_prints_the_keys_of_a_run_whose_last_save_transformers_reads(tmp_path):
     source = fork(tmp_path / "source", rope_theta=1234.0)
     ended = titanlite(
         "import-hf", "--source", source, "--output", "weights", "--model", "tests.tiny", "--ranks", 2, folder=tmp_path
@@ -81,13 +81,13 @@ def test_what_import_hf_prints_is_what_a_run_needs_and_its_last_save_is_what_tra
     assert logits_differ_by(output, "hf", tokens, checkpoint, str(source)) < 1e-5
     assert json.loads((output / "config.json").read_text())["rope_theta"] == 1234.0
 
-    # a killed run would have left no export: it is made when the run is started again, which has nothing else to do
+    # a killed run would have left no export: the next start, which has nothing else to do, writes it
     shutil.rmtree(output)
     again = train(tmp_path, toml, "--checkpoint.last_save_in_hf", "true", *STILL, ranks=2)
     assert again.code == 0 and "nothing to do" in again.err and tensors_of(output).keys() == before.keys()
 
 
-def test_a_run_begins_from_a_folder_on_any_mesh_and_resumes_from_its_own_checkpoints(tmp_path):
+def test_a_run_starts_from_a_folder_on_any_mesh_and_resumes_from_its_own_checkpoints(tmp_path):
     source = hf_folders.write(tmp_path / "source", "tests.tiny", "tied", torch.bfloat16)
     toml = f'''
 [model]
@@ -131,7 +131,7 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
     titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", "--dtype", "bfloat16", *OWN, folder=tmp_path)
     weights, stored = torch.load(tmp_path / "one.pt", weights_only=True), Stored(checkpoint)
     family = load_family("tests.tiny", "large")
-    family.module.Model(family.config).load_state_dict(weights)  # strictly: no name is missing, none too many
+    family.module.Model(family.config).load_state_dict(weights)  # strict: no missing and no unexpected names
     assert all(torch.equal(weights[name], stored.read(f"model.{name}").bfloat16()) for name in weights)
     ended = titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", folder=tmp_path, code=2)
     assert "one.pt: already exists" in ended.err

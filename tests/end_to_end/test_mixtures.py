@@ -1,5 +1,6 @@
-"""MoE models as a user runs them: each family is trained with split experts, exported, evaluated, continues text, is
-verified and estimated, and refuses adapters of its experts; runs are killed and go on; a dense model becomes a mixture."""
+"""MoE models as a user runs them: each family is trained with split experts, exported, evaluated, generates text, is verified
+and estimated, and refuses adapters of its experts; a dense model becomes an MoE model.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""titanlite check-model, the forward pass: right families pass; a fork with one fault fails one row, which names the module."""
+"""titanlite check-model, the forward pass: correct families pass; a fork with one fault fails one row, which names the
+module.
+"""
 
 import pytest
 import torch
@@ -83,9 +85,9 @@ def with_block(forward) -> Family:
     return Family(type("module", (), {**parts, "Model": Model}), tiny.FLAVORS["plain"])
 
 
-def test_bfloat16_that_loses_more_than_rounding_explains_is_named():
+def test_a_bfloat16_error_beyond_rounding_is_named():
     def forward(self, x, rope, seq):
-        # a running sum, in the precision of the activations, of which only the differences are used
+        # a running sum, in the precision of the activations, whose differences are used
         total = (x + 100).cumsum(1)
         return llama3.Block.forward(self, total - total.roll(1, 1).index_fill(1, torch.tensor([0]), 0) - 100, rope, seq)
 
@@ -93,7 +95,7 @@ def test_bfloat16_that_loses_more_than_rounding_explains_is_named():
     assert fault.startswith("in bfloat16 the result of layers.1 differs by ")
 
 
-# ways to write a router: scores of all experts, (tokens, experts) -> weights and numbers of those of a token
+# ways to write a router: scores of all experts, (tokens, experts) -> weights and numbers of a token's experts
 ROUTERS = {
     "topk": lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2),
     "sigmoid": lambda scores: (scores.float().sigmoid() + 0.5).topk(4, sorted=False),
@@ -108,7 +110,7 @@ def _all(scores: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def routed(monkeypatch: pytest.MonkeyPatch, route, seed: int) -> Family:
-    """The fork with a router of its own, with other code and other random weights."""
+    """The fork with its own router, with this code and these random weights."""
     monkeypatch.setattr(own_router.RoutedExperts, "route", lambda self, x: route(self.router(x)))
     monkeypatch.setattr(behavior, "initialize", lambda model, family, _, device: initialize(model, family, seed, device))
     return Family(own_router, own_router.FLAVORS["plain"])
@@ -120,22 +122,22 @@ def test_a_router_that_chooses_another_expert_after_rounding_is_no_fault(monkeyp
     assert not any(found.values()), found
 
 
-def test_a_right_fork_that_failed_by_the_jumps_of_its_router_passes():
+def test_a_right_fork_with_a_discontinuous_router_passes():
     for family in (load_family("tests.tiny_gpt_oss", "plain"), load_family("tests.forks.right.own_router", "plain")):
         assert guarded(behavior.bfloat16_faults, family) == []
 
 
-@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "sigmoid"])  # that of 300 is 1, for all experts
-def test_a_router_whose_scores_bfloat16_cannot_tell_apart_is_a_fault(monkeypatch, router):
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "sigmoid"])  # sigmoid(300) is 1, for all experts
+def test_a_router_whose_scores_are_equal_in_bfloat16_is_a_fault(monkeypatch, router):
     (fault,) = behavior.bfloat16_faults(routed(monkeypatch, lambda scores: ROUTERS[router](scores + 300), 0))
     assert fault.startswith("in bfloat16 what distinguishes the scores by which layers.0.ffn decides differs by ")
 
 
-def test_a_padding_that_changes_what_is_generated_is_named():
+def test_padding_that_changes_generated_text_is_named():
     def forward(self, x, rope, seq):
         if seq.cache is None:
             x = x + x.cumsum(1)
-        else:  # a state that takes padding, too
+        else:  # a state that padding changes
             before = seq.cache.__dict__.setdefault("sums", {}).get(self, 0.0)
             seq.cache.sums[self] = before + x.sum(1, keepdim=True)
             x = x + before + x.cumsum(1)

@@ -1,4 +1,4 @@
-"""Nodes that would not train the same run, and machines without a network, end within seconds with one message."""
+"""Nodes that would train different runs, and machines without a network, end within seconds with one message."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def test_launchers_with_another_configuration_and_other_code_end_on_all_nodes(fo
     ids=["another seed", "another path to the same folder"],
 )
 def test_ranks_that_torchrun_starts_are_compared_too(folder, words, code):
-    """Each node has its own store in torchrun; here rank 0 serves it, as where a scheduler sets the variables of ranks."""
+    """With torchrun each node has its own store; here rank 0 serves it, as if a scheduler sets the variables of ranks."""
     same = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     same |= {"MASTER_PORT": str(free_port()), "RDZV_ENDPOINT": "localhost:1"}  # all on this machine
     nodes = [
@@ -79,7 +79,7 @@ def test_without_a_loopback_interface_a_run_ends_with_the_remedy(folder, ranks, 
 
 
 @pytest.mark.slow
-def test_one_rank_trains_whatever_another_launcher_has_left(folder):
+def test_one_rank_trains_despite_variables_of_another_launcher(folder):
     left = {"PET_LOCAL_ADDR": "203.0.113.5", "MASTER_ADDR": "203.0.113.5", "MASTER_PORT": "1", "RANK": "3", "WORLD_SIZE": "8"}
     left |= {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ended = finish(launch("run.toml", folder=folder, **left))

@@ -16,7 +16,7 @@ from titanlite.hf.folder import each_expert, their_name
 from titanlite.verify.compare import relative_difference
 from titanlite.verify.facts import stored_tensors_of, tensors_of_files
 
-# Of every family each special feature: tied and untied, RoPE scaled, biases, windows shorter than the sequence, capped scores.
+# Every special feature of every family: tied and untied, scaled RoPE, biases, windows shorter than the sequence, capped scores.
 MODELS = [
     *CASES,
     *(("tests.tiny_qwen3", "plain"), ("tests.tiny_qwen3", "biased and tied"), ("tests.tiny_gemma3", "untied")),
@@ -27,7 +27,7 @@ every_model = pytest.mark.parametrize(("name", "flavor"), MODELS)
 
 def their_model(name: str, flavor: str) -> nn.Module:
     module = importlib.import_module(name)
-    ids = {"eos_token_id": 0, "pad_token_id": None}  # an embedding of padding would get no gradient
+    ids = {"eos_token_id": 0, "pad_token_id": None}  # the embedding of a padding token would get no gradient
     config = AutoConfig.for_model(**module.to_hf(module.FLAVORS[flavor]), **ids)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
 
@@ -76,7 +76,7 @@ def test_gradients_equal_those_of_transformers(name, flavor):
     expected.backward()
     assert abs(loss.item() / expected.item() - 1) < 1e-6
     for parameter in theirs.parameters():
-        parameter.data = parameter.grad  # the gradients, by the names that the weights have in files
+        parameter.data = parameter.grad  # the gradients, by the names of weights in files
     gradients = tensors_of_files(theirs)
     differences = {key: relative_difference(p.grad, of_files(module, key, p, gradients)) for key, p in ours.named_parameters()}
     print(f"{name} {flavor}: gradients differ by {max(differences.values()):.1e}")
@@ -99,7 +99,7 @@ def test_gradients_equal_those_of_transformers(name, flavor):
         ),
     ],
 )
-def test_each_special_feature_is_at_work_in_these_comparisons(name, flavor, changes):
+def test_each_special_feature_has_an_effect_in_these_comparisons(name, flavor, changes):
     special, _ = both_models(name, flavor)
     module = importlib.import_module(name)
     plain = module.Model(type(special.config)(**{**vars(special.config), **changes}))
@@ -110,7 +110,7 @@ def test_each_special_feature_is_at_work_in_these_comparisons(name, flavor, chan
 
 @torch.no_grad()
 def give(weights: Mapping[str, Tensor], module: ModuleType, theirs: nn.Module) -> None:
-    """Writes our weights to transformers' model, which joins the first and the third matrix of each expert."""
+    """Writes our weights to transformers' model, which concatenates the first and the third matrix of each expert."""
     parameters = dict(theirs.named_parameters())
     for name, weight in weights.items():
         if "{e}" not in (their := their_name(module, name)):

@@ -1,4 +1,4 @@
-"""Ranks of a tool: their result, their faults, and that they end with the command whatever ends it."""
+"""Ranks of a tool: their result, their errors, and that they end with the command in every case."""
 
 import os
 import re
@@ -50,16 +50,16 @@ def waiting(device: torch.device, folder: Path) -> None:
     time.sleep(600)
 
 
-def test_all_ranks_run_and_the_first_ones_result_comes_back():
+def test_all_ranks_run_and_the_result_of_the_first_is_returned():
     assert on_ranks(2, summed, 10, use_gpus=False) == 21
 
 
-def test_a_users_fault_in_any_rank_is_raised_as_such():
+def test_a_user_error_in_any_rank_is_raised_as_one():
     with pytest.raises(UserError, match="rank 1 has met it"):
         on_ranks(2, refused, use_gpus=False)
 
 
-def test_an_error_of_any_rank_is_one_line_with_its_place_and_not_an_error_that_follows_from_it():
+def test_the_original_error_of_any_rank_is_reported_in_one_line_with_its_location():
     line = 1 + Path(__file__).read_text().splitlines().index('        raise RuntimeError("does not fit\\nand more")')
     with pytest.raises(UserError) as raised:
         on_ranks(2, broken, use_gpus=False)
@@ -67,7 +67,7 @@ def test_an_error_of_any_rank_is_one_line_with_its_place_and_not_an_error_that_f
     assert re.fullmatch(rf"{where}: RuntimeError: does not fit; traceback: \S+", str(raised.value))
 
 
-def test_a_rank_that_is_killed_is_named_with_what_may_have_been_the_cause():
+def test_a_killed_rank_is_named_with_the_likely_cause():
     with pytest.raises(UserError, match=r"process 1 terminated with signal SIGKILL; .* if memory runs out"):
         on_ranks(2, killed, use_gpus=False)
 

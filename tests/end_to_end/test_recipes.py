@@ -1,4 +1,4 @@
-"""Recipes: sound at the number of ranks that their header names, within the memory that it claims. And what estimates count."""
+"""Recipes: valid on the number of ranks in their header, within the memory that it claims. And what estimates count."""
 
 import re
 import sys
@@ -53,17 +53,17 @@ RECIPES = {
     "olmo2_7b": (64, 7_298_617_344),
 }
 FEW = ("llama_debug", "llama_124m", "llama_8b", "qwen3_8b")  # in `make test`
-# where it is not the second word of the recipe's name
+# if it is not the second word of the recipe's name
 FLAVORS_OF = {"qwen3_30b_a3b": "30b-a3b", "deepseek_v3": "671b", "olmoe_7b": "1b-7b", "gpt_oss_20b": "20b"}
-PIPELINES = ("llama_405b", "deepseek_v3")  # whose ranks hold different shares, and whole gradients of them
+PIPELINES = ("llama_405b", "deepseek_v3")  # ranks hold different shares, and full gradients of them
 BYTES = {"llama_8b_1gpu": 8}  # of a parameter with its gradient and two moments; 16 in the others, all float32
-SHARDS = {"llama_8b_hsdp": 8}  # over how many ranks; all of them in the others
+SHARDS = {"llama_8b_hsdp": 8}  # over how many ranks; over all in the others
 DEVICE_GIB = {"llama_8b_1gpu": 141, "llama_8b_lora": 24}  # 80 for the others
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """On a busy machine the threads of an operation wait for each other much longer than they work."""
+    """On a busy machine the threads of an operation wait for each other much longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,12 +74,12 @@ def test_the_table_of_this_file_has_every_recipe():
     every = {path.stem for path in FOLDER.glob("*.toml")} - {
         "llama_debug_constant",
         "llama_debug_decay",
-    }  # two that show a branch
+    }  # two that branch off
     assert every == {"llama_70b_lora", *RECIPES}
 
 
 def estimated(recipe: str, flavor: str, ranks: int) -> Prediction:
-    """What a recipe holds, once that is found to be what its header claims."""
+    """The estimate of a recipe, after comparing it with its header."""
     path = FOLDER / f"{recipe}.toml"
     header = path.read_text().partition("\n[")[0]
     config = read_config(str(path), [])
@@ -120,7 +120,7 @@ def tiny(**sections: dict) -> Config:
     )
 
 
-def test_activations_are_those_that_a_block_really_saves():
+def test_predicted_activations_are_those_that_a_block_saves():
     shape = FLAVORS["plain"]
     seq = SeqInfo(torch.arange(512).expand(2, 512))
     rope = rotation(seq, shape.head_dim, shape.rope_theta)
@@ -141,8 +141,8 @@ def test_activations_are_those_that_a_block_really_saves():
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler on a CPU")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
-    """Inductor's code allocates outside of PyTorch's dispatcher, so that its saved tensors are what can be measured."""
+def test_predicted_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
+    """Inductor's code allocates outside of PyTorch's dispatcher, so only its saved tensors can be measured."""
     config = tiny(compile={"enable": True, "components": ["model"]}, activation_checkpoint={"mode": mode})
     shape, saved = FLAVORS["plain"], {}
 
@@ -162,8 +162,8 @@ def test_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
     assert hidden.requires_grad and predict(config, 1, "cpu").during("loss").activations == pytest.approx(kept - once, rel=0.01)
 
 
-def test_a_gpus_operations_keep_less_than_a_cpus_and_a_compilers_less_still():
-    """A GPU's attention and norm are one operation each, which keep their inputs and a number for each row."""
+def test_gpu_operations_keep_less_than_cpu_operations_and_compiled_ones_less_still():
+    """On a GPU, attention and norm are one operation each, which keep their inputs and one value per row."""
     compiled = tiny(compile={"enable": True, "components": ["model"]})
     of_cpu, of_gpu, of_compiler = (
         predict(config, 1, device).during("loss").activations
@@ -171,13 +171,13 @@ def test_a_gpus_operations_keep_less_than_a_cpus_and_a_compilers_less_still():
     )
     shape = FLAVORS["plain"]
     rows = 2 * 512 * shape.n_layers
-    # a CPU's norm keeps two more results of float32 than a GPU's, which keeps the number of each row
+    # on a CPU the norm keeps two more float32 results than on a GPU, which keeps one value per row
     assert of_cpu - of_gpu == pytest.approx(rows * 2 * 4 * shape.dim, rel=1e-3)
     assert of_compiler < of_gpu
 
 
 @pytest.mark.parametrize(("gib", "code", "verdict"), [(80, 0, "fits"), (3, 1, "does not fit")])
-def test_the_command_says_whether_it_fits(gib, code, verdict, capsys, monkeypatch):
+def test_the_command_says_whether_the_run_fits(gib, code, verdict, capsys, monkeypatch):
     words = ["estimate", "train_configs/llama_debug.toml", "--device-memory-gib", str(gib), "--training.seq_len", "64"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""titanlite replay: a step of a run again, on the same ranks bit for bit, and without touching the run."""
+"""titanlite replay: repeats a step of a run, on the same ranks bit for bit, without changing the run."""
 
 import json
 import re
@@ -48,9 +48,9 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize(("step", "start"), [(2, "the initial weights"), (5, "the checkpoint of step 3")])
-def test_a_step_is_the_runs_bit_for_bit_while_the_run_goes_on_and_nothing_is_touched(alone, step, start):
+def test_a_replayed_step_equals_the_run_bit_for_bit_while_the_run_continues_undisturbed(alone, step, start):
     before = contents(alone)
-    held = RunLock(alone / "out")  # as a run that is going on has it
+    held = RunLock(alone / "out")  # as in a running run
     ended = replay(alone, "out", "--step", str(step))
     held.close()
     assert ended.code == 0, ended.err
@@ -64,7 +64,7 @@ def test_a_step_is_the_runs_bit_for_bit_while_the_run_goes_on_and_nothing_is_tou
     assert all(contents(alone)[path] == what for path, what in before.items() if path.name != ".lock")
 
 
-def test_on_the_ranks_of_the_run_it_is_the_runs_bit_for_bit_and_on_one_process_within_rounding(split):
+def test_a_replay_is_exact_on_the_runs_mesh_and_within_rounding_on_one_process(split):
     before = contents(split)
     ended = replay(split, "out", "--step", "6", "--ranks", "2")
     assert ended.code == 0, ended.err
@@ -77,7 +77,7 @@ def test_on_the_ranks_of_the_run_it_is_the_runs_bit_for_bit_and_on_one_process_w
     assert contents(split) == before
 
 
-def test_without_a_checkpoint_and_with_a_derived_batch_a_step_of_two_ranks_is_the_same(tmp_path):
+def test_a_step_of_two_ranks_is_replayed_without_a_checkpoint_and_with_a_derived_batch(tmp_path):
     trained(tmp_path, 2, "--checkpoint.enable", "false", "--training.global_batch_size", "-1", "--training.steps", "3")
     ended = replay(tmp_path, "out", "--step", "3", "--ranks", "2")
     assert ended.code == 0, ended.err
@@ -95,7 +95,7 @@ def test_without_a_checkpoint_and_with_a_derived_batch_a_step_of_two_ranks_is_th
         (["out/checkpoint", "--step", "2"], "out/checkpoint: there is no config.toml"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_in_a_sentence(split, words, fault):
+def test_a_step_that_cannot_be_replayed_is_refused_with_the_reason(split, words, fault):
     ended = replay(split, *words)
     assert ended.code == 2
     assert fault in ended.err

@@ -1,4 +1,4 @@
-"""Seven forks as a researcher writes them, right on every mesh: check-model passes each one."""
+"""Seven forks as a researcher writes them, correct on every mesh: check-model passes each one."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ every_fork = pytest.mark.parametrize("fork", FORKS)
 @every_fork
 def test_a_right_fork_passes_every_row(fork):
     rows = table(f"tests.forks.right.{fork}")
-    # attention of its own, whose sequences cannot be split; a cache for each block, but not for each time that it is applied
+    # own attention, which cannot split sequences; a cache for each block, but not for each application of it
     left_out = {"linear_attention": ["context 2"], "looped": ["generate"]}.get(fork, [])
     assert failed(rows) == {} and [*not_run(rows)] == left_out
 
@@ -42,7 +42,7 @@ def test_the_tables_and_flops_of_a_right_fork_pass(fork):
 
 
 @pytest.mark.parametrize("fork", FORKS[:3])  # `make test-all` compares this mesh and others of all forks, above
-def test_tensor_parallelism_leaves_every_gradient_of_a_right_fork_as_it_is(pools, fork):
+def test_tensor_parallelism_does_not_change_any_gradient_of_a_right_fork(pools, fork):
     name = f"tests.forks.right.{fork}"
     alone, split = trained(pools, name, "plain", {}, {}), trained(pools, name, "plain", {}, {"tp": 2}, ranks=2)
     assert alone.faults == split.faults == []
@@ -50,13 +50,13 @@ def test_tensor_parallelism_leaves_every_gradient_of_a_right_fork_as_it_is(pools
 
 
 @every_fork
-def test_a_document_of_a_packed_row_gives_what_it_gives_alone_and_no_block_returns_a_view(fork):
+def test_a_document_in_a_packed_row_equals_the_document_alone_and_no_block_returns_a_view(fork):
     module = load_module(f"tests.forks.right.{fork}")
     model = module.Model(module.FLAVORS["plain"])
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    for layer in model.layers.values():  # FSDP2 warns of views, whose hook an in-place operation would drop
+    for layer in model.layers.values():  # FSDP2 warns of views, since an in-place operation would drop their hook
         layer.register_forward_hook(lambda _module, _args, out: views.extend(o for o in tree_leaves(out) if o._is_view()))
     views: list[Tensor] = []
     tokens, documents = torch.randint(512, (1, 20)), torch.tensor([[0] * 7 + [1] * 12 + [2]], dtype=torch.int32)

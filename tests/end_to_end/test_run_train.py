@@ -1,4 +1,4 @@
-"""run_train.sh as a user runs it: what it prints, writes and leaves behind, how it ends, and a model of the user's own."""
+"""run_train.sh as a user runs it: what it prints, writes and leaves, how it ends, and a model of the user's own."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.optim.lr_schedule import build_schedule
 
-# Llama 3 with a layer norm in place of one RMSNorm, and with a size of its own.
+# Llama 3 with a layer norm instead of one RMSNorm, and its own size.
 OWN_MODEL = """
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ def initial(config):
     return {"*norm.bias": Constant(0.0), **llama3.initial(config)}
 """
 
-SLOWLY = {"STEP_SECONDS": "0.05"}  # for a run that goes on until it is ended: it does not keep the machine busy
+SLOWLY = {"STEP_SECONDS": "0.05"}  # for a run that trains until it is ended, without keeping the machine busy
 
 RUN = """
 [job]
@@ -94,7 +94,7 @@ def reports(folder: Path) -> list[dict[str, float]]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """All files of a run but for its locks, which every start takes."""
+    """All files of a run except its locks, which every start takes."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
@@ -109,7 +109,7 @@ def when_training(started: Launch, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, Ended]:
-    """The folder that a run of three steps was started in, and what the run left behind."""
+    """The folder in which a run of three steps was started, and its outcome."""
     folder = working_folder(tmp_path_factory.mktemp("finished"))
     with tempfile.TemporaryDirectory() as temporary:
         ended = run("run.toml", "--job.print_config", "true", folder=folder, TMPDIR=temporary)
@@ -129,7 +129,7 @@ def test_a_run_leaves_only_the_cache_of_compiled_code_in_the_temporary_folder(fi
     assert [name for name in left if not name.startswith("torchinductor_")] == []
 
 
-def test_standard_output_holds_only_the_configuration_as_toml(finished, tmp_path):
+def test_standard_output_has_only_the_configuration_as_toml(finished, tmp_path):
     folder, ended = finished
     (tmp_path / "printed.toml").write_text(ended.out)
     given = read_config(folder / "run.toml", ["--job.print_config", "true"])
@@ -148,7 +148,7 @@ def test_every_value_of_a_report_is_on_the_page_of_metrics(finished):
     assert undocumented(folder / "out") == []
 
 
-def test_the_run_folder_holds_what_the_run_was(finished):
+def test_the_run_folder_describes_the_run(finished):
     folder, _ = finished
     files = {".lock", "config.toml", "provenance.json", "metrics.jsonl", "tb", "checkpoint"}
     assert {path.name for path in (folder / "out").iterdir()} == files
@@ -166,7 +166,7 @@ def test_the_provenance_says_how_to_repeat_the_run(finished):
     assert entry["git"] is None or set(entry["git"]) == {"commit", "diff"}
 
 
-def test_the_metrics_are_whole_and_unrounded(finished):
+def test_the_metrics_are_complete_and_unrounded(finished):
     folder, _ = finished
     lines = reports(folder / "out")
     schedule = build_schedule(read_config(folder / "run.toml", []))
@@ -177,7 +177,7 @@ def test_the_metrics_are_whole_and_unrounded(finished):
         for key in ("loss", "grad_norm", "tokens_per_second"):
             assert line[key] > 0 and line[key] != round(line[key], 3), key
         assert 0 <= line["data_wait_fraction"] <= 1
-    assert lines[0]["loss"] == pytest.approx(8.3, abs=0.2)  # ln 4096: nothing is known yet
+    assert lines[0]["loss"] == pytest.approx(8.3, abs=0.2)  # ln 4096: a uniform guess
     assert lines[2]["loss"] < lines[0]["loss"]
 
 
@@ -208,7 +208,7 @@ def test_help_without_a_file_says_how_to_start(tmp_path):
     assert [name for name in ("NGPU", "NNODES", "RDZV_ENDPOINT", "LOG_RANK") if name not in ended.out] == []
 
 
-def test_where_every_checkpoint_is_damaged_the_run_ends_with_their_names_and_changes_nothing(tmp_path):
+def test_if_every_checkpoint_is_damaged_the_run_names_them_and_changes_nothing(tmp_path):
     folder = working_folder(tmp_path)
     words = ("run.toml", "--checkpoint.interval", "2", "--lr_scheduler.total_steps", "10")
     assert train(*words, folder=folder).code == 0
@@ -223,13 +223,13 @@ def test_where_every_checkpoint_is_damaged_the_run_ends_with_their_names_and_cha
 
 
 @pytest.mark.slow
-def test_paths_are_relative_to_where_the_user_stands_and_a_link_to_the_script_does_no_harm(tmp_path):
+def test_paths_are_relative_to_the_working_folder_and_the_script_may_be_a_link(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/common.toml").write_text(RUN)
     (tmp_path / "recipes/mine.toml").write_text('base = "common.toml"\n[training]\nsteps = 1\n')
     (tmp_path / "here").mkdir()
     folder = working_folder(tmp_path / "here")
-    (folder / "models").mkdir()  # the zoo has this name too
+    (folder / "models").mkdir()  # titanlite's models/ has this name too
     (folder / "models/__init__.py").write_text("")
     (folder / "link.sh").symlink_to(ROOT / "run_train.sh")
     words = ["../recipes/mine.toml", "--checkpoint.enable=false"]
@@ -242,7 +242,7 @@ def test_paths_are_relative_to_where_the_user_stands_and_a_link_to_the_script_do
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="on a CPU inductor needs a compiler")
-def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the_libraries(tmp_path):
+def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_no_library_output(tmp_path):
     words = ["--compile.enable", "true", "--compile.backend", "inductor", "--activation_checkpoint.mode", "selective"]
     words += ["--training.steps", "6", "--validation.enable", "true", "--validation.freq", "3"]
     words += ["--validation.dataset", "data.txt"]
@@ -260,7 +260,7 @@ def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the
 
 @pytest.fixture
 def training(tmp_path):
-    """A run on two ranks that would go on for long, and its working folder."""
+    """A run on two ranks that would train for long, and its working folder."""
     folder = working_folder(tmp_path)
     started = launch("run.toml", "--training.steps", "1000000", folder=folder, NGPU="2", **SLOWLY)
     try:

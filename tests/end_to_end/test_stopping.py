@@ -1,6 +1,6 @@
-"""Runs that are stopped, that are started again, and whose ranks fail or hang in the middle of a step.
+"""Runs that are stopped and restarted, and whose ranks fail or hang within a step.
 
-Nothing done is lost, the exit code says what to do, what is reported names the culprit, and no process is left.
+No work is lost, the exit code says what to do, reports name the culprit, and no process is left.
 """
 
 import os
@@ -20,7 +20,7 @@ ENDLESS = ("--training.steps", "1000000")
 STAGES = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=1", "--training.global_batch_size=3")
 
 # Added to the model: what its third forward pass does on each rank, in the first start of a run, by WAY_<rank> in the
-# environment. That is the third step of shards, and the third microbatch of stages.
+# environment. It is in the third step of shards, or the third microbatch of stages.
 FAILING = """
 
 def wait_for_the_end_of(pid):
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def failing(folder) -> Path:
-    """The working folder with that added to its model; the pid of the rank that does it first is in the file "marker"."""
+    """The working folder with that added to its model; the file "marker" has the pid of the first rank that does it."""
     with open(folder / "own/model.py", "a") as file:
         file.write(FAILING)
     return folder
@@ -98,7 +98,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def assert_stopped(ended: Ended, folder: Path, reason: str) -> int:
-    """That a run has stopped as one that is to be started again; -> the step it has come to."""
+    """Asserts that a run has stopped with the code for a restart; -> its last step."""
     assert (ended.code, ended.left) == (75, []), ended.err
     assert "Traceback" not in ended.err and "the run is over" not in ended.err
     found = re.search(rf"stopping after step (\d+): {reason}", ended.err)
@@ -108,7 +108,7 @@ def assert_stopped(ended: Ended, folder: Path, reason: str) -> int:
     return int(found[1])
 
 
-def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_and_the_run_goes_on_later(folder):
+def test_sigterm_to_the_launcher_during_the_start_stops_ranks_after_a_step_and_the_run_can_resume(folder):
     started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2", **SLOWLY)
     wait_until(lambda: len(started.ranks()) == 2, started)
     started.process.send_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_a
 
 
 @pytest.mark.slow  # tests/distributed/test_stop.py has it without the launcher
-def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_restart_after(folder):
+def test_sigusr1_to_one_rank_stops_all_at_the_same_step_without_a_restart(folder):
     started = launch("run.toml", *ENDLESS, *STAGES, folder=folder, NGPU="2", MAX_RESTARTS="3", **SLOWLY)
     when_training(started, folder / "out")
     os.kill(started.ranks()[1], signal.SIGUSR1)
@@ -147,7 +147,7 @@ def test_a_signal_to_the_launcher_of_one_of_two_nodes_stops_both(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["", "libtorch"], ids=["the shell", "the launcher"])
-def test_a_signal_before_there_are_ranks_ends_a_run_that_is_to_be_started_again(folder, library):
+def test_a_signal_before_ranks_start_ends_the_run_with_the_code_for_a_restart(folder, library):
     started = launch("run.toml", folder=folder)
     wait_until(lambda: started.has_loaded(library) and started.catches(signal.SIGTERM), started)
     started.process.send_signal(signal.SIGTERM)
@@ -169,22 +169,22 @@ def test_a_second_signal_ends_a_run_at_once(failing):
 
 
 @pytest.mark.slow
-def test_a_connection_that_breaks_is_an_exception_and_not_the_end_of_a_rank(failing):
-    """gloo writes to sockets as this does; by SIGPIPE, the death of a rank would be that of its neighbors."""
+def test_a_broken_connection_raises_an_exception_and_does_not_abort_the_rank(failing):
+    """gloo writes to sockets like this; with SIGPIPE, the death of a rank would kill its neighbors."""
     ended = run("run.toml", folder=failing, NGPU="2", WAY_1="breaks a pipe")
     assert (ended.code, ended.left) == (0, []), ended.err
     assert (failing / "broken").exists() and steps(failing) == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_any_more_goes_on(folder):
+def test_a_run_continues_when_its_output_is_no_longer_read(folder):
     started = launch("run.toml", "--training.steps", "5", folder=folder, NGPU="2")
     started.process.stderr.close()
     assert started.process.wait(PATIENCE) == 0
     assert steps(folder) == [1, 2, 3, 4, 5]
 
 
-def test_a_run_whose_rank_was_killed_is_started_anew_from_its_last_checkpoint_and_reads_as_one(failing):
+def test_a_run_with_a_killed_rank_restarts_from_its_last_checkpoint_and_reports_one_trajectory(failing):
     words = ("--training.steps", "5", "--checkpoint.interval", "1")
     ended = run("run.toml", *words, folder=failing, NGPU="2", MAX_RESTARTS="3", WAY_1="is killed")
     assert (ended.code, ended.left) == (0, []), ended.err
@@ -218,19 +218,19 @@ def line_of(folder: Path, text: str) -> int:
         pytest.param(0, STAGES, {"WAY_0": "is killed"}, marks=pytest.mark.slow),  # rank 1 waits for rank 0's hidden states
     ],
 )
-def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(failing, killed, words, ways):
+def test_a_rank_killed_within_a_step_is_the_one_that_is_named(failing, killed, words, ways):
     ended = run_failing(failing, *words, **ways)
     pid = (failing / "marker").read_text()
     assert (ended.code, ended.left) == (137, []), ended.err
     assert f"rank {killed} (process {pid}) was ended by SIGKILL, as when memory runs out; the run is over" in ended.err
     assert ended.err.count("the run is over") == 1
-    reported = [line["step"] for line in read_reports(failing / "out/metrics.jsonl")]  # the first report makes the file
+    reported = [line["step"] for line in read_reports(failing / "out/metrics.jsonl")]  # the first report creates the file
     assert reported == ([] if words else [1, 2])
     assert not (failing / f"out/stacks/rank-{killed}.txt").exists()  # it could write nothing
 
 
 @pytest.mark.slow
-def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_its_stack_is_left(failing):
+def test_a_hung_rank_ends_the_run_after_the_timeout_and_leaves_its_stack(failing):
     ended = run_failing(failing, "--comm.train_timeout_seconds", "6", WAY_1="hangs")
     assert (ended.code, ended.left) == (1, []), ended.err
     assert "rank 0, step 3, forward and backward: waited 6 s for the other ranks" in ended.err
@@ -238,14 +238,14 @@ def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_i
     assert "Traceback" not in ended.err
     stuck, hung = [(failing / f"out/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
     assert "rank 0, step 3, forward and backward" in stuck and "Timed out waiting 6000ms" in stuck
-    assert "in all_gather_" in stuck  # one name in PyTorch 2.11, another in 2.13
+    assert "in all_gather_" in stuck  # the name differs between PyTorch 2.11 and 2.13
     assert "rank 1 (process " in hung and "ended because rank 0 (process " in hung
     assert f'own/model.py", line {line_of(failing, "# the culprit")} in forward' in hung
 
 
 @pytest.mark.slow
-def test_a_hung_stage_ends_the_run_when_the_next_one_has_lost_its_patience(failing):
-    """gloo waits for a message as long as the timeout was when the group was made."""
+def test_a_hung_stage_ends_the_run_after_the_timeout_of_the_next_stage(failing):
+    """gloo waits for a message for the timeout at the creation of the group."""
     words = ("--training.global_batch_size", "2", "--comm.init_timeout_seconds", "45")
     ended = run_failing(failing, *STAGES[:2], *words, WAY_0="hangs")
     assert (ended.code, ended.left) == (1, []), ended.err

@@ -1,4 +1,4 @@
-"""`titanlite tokenize` as a user runs it: what it prints, and what is left when it is killed at any instant."""
+"""`titanlite tokenize` as a user runs it: what it prints, and what remains when it is killed at any instant."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from titanlite.data.prepare.documents import stdlib_files
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """A folder with a tokenizer, and some MB of text: a second of work or two, in several units."""
+    """A folder with a tokenizer, and some MB of text: one or two seconds of work, in several units."""
     folder = tmp_path_factory.mktemp("text")
     files = [file.read_text() for file in stdlib_files()[:150]]
     (folder / "assets").mkdir()
@@ -47,7 +47,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _workers(started: Launch) -> list[int]:
-    """Its processes that tokenize."""
+    """The command's processes that tokenize."""
     found = []
     for pid in started.pids():
         try:
@@ -66,7 +66,7 @@ def _units(output: Path) -> list[Path]:
 # --------------------------------------------------------------------------------------------------------------- output
 
 
-def test_it_prints_what_it_made_and_the_line_for_the_configuration(text, tmp_path):
+def test_the_command_prints_counts_and_the_line_for_the_configuration(text, tmp_path):
     ended = _run(text, tmp_path / "out", "--append-eos", "--shard-tokens", "1e3", data="few.jsonl")
     assert ended.code == 0, ended.err
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -77,7 +77,7 @@ def test_it_prints_what_it_made_and_the_line_for_the_configuration(text, tmp_pat
     assert sum(TokenFile(tmp_path / "out" / shard["name"]).tokens for shard in manifest["shards"]) == manifest["tokens"]
 
 
-def test_the_first_ten_that_were_skipped_are_printed_and_all_are_listed(text, tmp_path):
+def test_the_first_ten_skipped_entries_are_printed_and_all_are_listed(text, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "sound"}\n' + "{\n" * 15)
     ended = _run(text, tmp_path / "out", "--on-error", "skip", data=str(tmp_path / "bad.jsonl"))
     assert ended.code == 0, ended.err
@@ -87,7 +87,7 @@ def test_the_first_ten_that_were_skipped_are_printed_and_all_are_listed(text, tm
     assert len((tmp_path / "out" / "skipped.jsonl").read_text().splitlines()) == 15
 
 
-def test_a_fault_is_one_message_with_file_line_and_what_skips_it(text, tmp_path):
+def test_a_fault_is_one_message_with_file_line_and_the_option_that_skips_it(text, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "sound"}\n{"body": 1}\n')
     ended = _run(text, tmp_path / "out", data=str(tmp_path / "bad.jsonl"))
     assert (ended.code, ended.out) == (2, "")
@@ -106,7 +106,7 @@ def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_s
     for attempt in range(6):
         process = _tokenize(text, tmp_path / "out", *options, "--workers", str(1 + attempt % 3))
         until((tmp_path / "out.unfinished").exists, lambda process=process: process.process.poll() is None)
-        time.sleep(random.uniform(0, 0.5) if attempt else 0)  # the first one has all its work before it
+        time.sleep(random.uniform(0, 0.5) if attempt else 0)  # the first attempt is not delayed
         os.killpg(process.process.pid, signal.SIGKILL)
         kills += finish(process).code == 128 + signal.SIGKILL
         if (tmp_path / "out").exists():
@@ -118,7 +118,7 @@ def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_s
     assert _files(tmp_path / "out") == _files(tmp_path / "whole")
 
 
-def test_killed_after_its_first_unit_it_does_not_do_that_again(text, tmp_path):
+def test_killed_after_its_first_unit_the_command_does_not_repeat_it(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
     until(lambda: _units(tmp_path / "out"))
     os.killpg(process.process.pid, signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_no_worker_outlives_a_command_that_was_killed(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, tmp_path):
+def test_a_killed_worker_ends_the_command_which_says_how_to_continue(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
     until(lambda: len(_workers(process)) == 2)
     os.kill(_workers(process)[0], signal.SIGKILL)
@@ -154,7 +154,7 @@ def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, 
 
 _INSTANTS = {
     "planned": lambda process, out: (out.with_name("out.unfinished") / "plan.json").exists(),
-    "workers": lambda process, out: _workers(process),  # a command with one has none: it is its own
+    "workers": lambda process, out: _workers(process),  # with --workers 1 the command has no worker process
     "a unit": lambda process, out: _units(out),
 }
 

@@ -1,6 +1,6 @@
 """docs/tutorials/ is true: every block of bash runs, in order, in a copy of the repository, and prints what the page shows.
 
-Blocks of sh are for GPUs or need downloads; they do not run here. tests/unit/test_docs.py looks at their options.
+Blocks of sh are for GPUs or need downloads; they do not run here. tests/unit/test_docs.py checks their options.
 """
 
 import os
@@ -19,13 +19,13 @@ PAGES = [path for path in PAGES if path.stem != "fork"]  # it has diffs too: tes
 
 
 def lacking(shown: str, printed: str) -> list[str]:
-    """The lines of a page's output that are not in what was printed, in that order."""
+    """The lines of a page's output that the printed output lacks, in order."""
     rest = iter([line.strip() for line in printed.splitlines()])
     return [line for line in shown.splitlines() if not any(line.strip() == found for found in rest)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # several starts on a machine that is shared
+@pytest.mark.timeout(600)  # several starts on a shared machine
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_a_tutorial_runs_as_it_is_written(page: Path, copy: Path):  # noqa: F811
     own = {"PATH": f"{copy}/bin:{os.environ['PATH']}", "PYTHONPATH": str(copy), "PYTHON": sys.executable}

@@ -1,4 +1,4 @@
-"""titanlite verify: a sound model is equal on every mesh, and of a wrong one the parameter is named."""
+"""titanlite verify: a correct model is equal on every mesh, and the wrong parameter of another is named."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_every_mesh_is_compared_by_default_and_noise_is_measured(tmp_path):
     assert [row for row in rows if "=" in row] == ["dp_shard=2,tp=2", "tp=2", "dp_shard=2", "dp_replicate=2", "cp=2", "pp=2"]
 
 
-def test_of_a_wrong_sharding_table_the_parameter_is_named(tmp_path):
+def test_a_wrong_sharding_table_is_reported_by_the_parameter(tmp_path):
     ended = verify(tmp_path, "tests.forks.wrong_style", "--mesh", "1", "--mesh", "tp=2", "--steps", "1")
     print(ended.out)
     assert ended.code == 1, ended.err

@@ -1,4 +1,4 @@
-"""The wheel: it holds every module, and it trains in an environment and a folder that know nothing of the repository."""
+"""The wheel has every module, and trains in an environment and a folder without the repository."""
 
 import json
 import os
@@ -36,7 +36,7 @@ log_freq = 1
 
 
 def run(*command: str | Path, folder: Path) -> str:
-    """Standard output of a command that must succeed; nothing in its environment points to the repository."""
+    """Standard output of a command that must succeed, in an environment without references to the repository."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -45,7 +45,7 @@ def run(*command: str | Path, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since setuptools leaves folders beside the sources."""
+    """Built from a copy, since setuptools leaves folders next to the sources."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for package in ("titanlite", "models"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -62,7 +62,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True, with_pip=False)
     site_packages = next(folder.glob("lib/python*/site-packages"))
-    # Python does not read the .pth files in a folder that a .pth file adds, so an editable titanlite there stays unseen.
+    # Python does not read the .pth files in a folder that a .pth file adds, so an editable titanlite there is not found.
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = folder / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, folder=folder)

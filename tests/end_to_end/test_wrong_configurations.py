@@ -1,4 +1,6 @@
-"""A wrong configuration ends within seconds with one message that names the key, before anything is started or written."""
+"""A wrong configuration ends within seconds with one message that names the key, before any process starts or any file is
+written.
+"""
 
 from pathlib import Path
 
@@ -7,8 +9,8 @@ import pytest
 from tests.end_to_end.forked import prepare
 from tests.end_to_end.launcher import run
 
-# What is typed after ./run_train.sh, the environment, and what the message must hold. tests/unit and tests/hostile
-# have more; here, what the script itself refuses, and what the check of a configuration does.
+# The arguments of ./run_train.sh, the environment, and what the message must contain. tests/unit and tests/hostile have more;
+# here, what the script itself refuses, and what the check of a configuration refuses.
 CASES: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
     "no arguments": ("", {}, ("give a configuration first",)),
     "ranks as an option": ("run.toml --ranks 4", {}, ("ranks = ", "NGPU x NNODES")),
@@ -21,7 +23,7 @@ CASES: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
     ),
     "half a model": (
         "run.toml --model.name own.half_a_model",
-        {"PYTHONDONTWRITEBYTECODE": "1"},  # a cache beside the module is no trace
+        {"PYTHONDONTWRITEBYTECODE": "1"},  # so that no cache appears next to the module
         ("model.name = 'own.half_a_model'", "lacks Model, sharding, initial"),
     ),
     "degrees that need more ranks": (

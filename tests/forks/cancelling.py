@@ -1,4 +1,4 @@
-"""A right fork whose small parameters have gradients of terms that cancel, so that float32 rounding is a large part of them.
+"""A correct fork whose small parameters have gradients of cancelling terms, so that float32 rounding is a large part of them.
 
 Four residual streams with a learned mixing matrix (hyper-connections, arXiv:2409.19606), a learned share of the embedding in
 each layer, and values mixed with those of the first layer (value residual learning, arXiv:2410.17897).

@@ -1,4 +1,4 @@
-"""A fork whose blocks count their calls and are not the same in the second: what is computed again is something else."""
+"""A fork whose blocks count their calls and compute something else in the second, so that recomputation differs."""
 
 from torch import Tensor
 

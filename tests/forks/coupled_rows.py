@@ -1,4 +1,4 @@
-"""A fork whose rows depend on each other a little: each rank subtracts a mean over its own part of the batch."""
+"""A fork whose rows depend slightly on each other: each rank subtracts a mean over its own part of the batch."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""A fork whose Hugging Face map has forgotten a matrix."""
+"""A fork whose Hugging Face map lacks a matrix."""
 
 from models import llama3
 from tests.tiny import FLAVORS, Config, Model, flops, from_hf, initial, sharding, to_hf

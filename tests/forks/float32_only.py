@@ -1,4 +1,4 @@
-"""The fork scale_free with code that exists for float32 only, so that float64 cannot decide what rounding is."""
+"""The fork scale_free with code for float32 only, so that float64 cannot decide what is rounding."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""A fork that keeps a state in a Python attribute, so that a resumed run begins it again."""
+"""A fork that keeps state in a Python attribute, so that a resumed run resets it."""
 
 from torch import Tensor
 

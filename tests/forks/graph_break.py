@@ -1,4 +1,4 @@
-"""A fork whose block reads a number on the host, so that it cannot be one graph."""
+"""A fork whose block reads a value on the host, so that it cannot be one graph."""
 
 from torch import Tensor
 

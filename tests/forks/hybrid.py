@@ -17,7 +17,7 @@ class LinearAttention(Attention):
         return self.mix(q, k, v, seq.documents)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        """Sums of values, weighted by products without softmax. q, k, v: (batch, seq, heads, head_dim)."""
+        """Sums of values, weighted by dot products without softmax. q, k, v: (batch, seq, heads, head_dim)."""
         k, v = (part.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for part in (k, v))
         documents = torch.zeros(q.shape[:2], dtype=torch.int32, device=q.device) if documents is None else documents
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * dense_mask(documents)

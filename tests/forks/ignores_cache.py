@@ -1,4 +1,4 @@
-"""The hybrid whose linear attention generates with nothing but the tokens of the present forward pass."""
+"""The hybrid whose linear attention generates only from the tokens of the current forward pass."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""A fork whose buffers follow what one rank computes, or what is computed again, or are in no checkpoint; one is right."""
+"""A fork whose buffers depend on one rank's results, or on recomputation, or are in no checkpoint; one is correct."""
 
 import torch
 from torch import Tensor

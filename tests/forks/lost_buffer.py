@@ -1,4 +1,4 @@
-"""A fork that computes buffers in its constructor, one of them kept out of checkpoints, and quiets the table with constants."""
+"""A fork that computes buffers in its constructor, one of them not in checkpoints, and satisfies the table with constants."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Model(llama3.Model):
         self.register_buffer("slopes", torch.arange(config.dim) / config.dim)
         self.register_buffer("offsets", torch.linspace(0.0, 1.0, config.dim), persistent=False)
         self.register_buffer("sound", torch.ones(1))
-        self.register_buffer("later", torch.empty(1))  # which nothing is computed into
+        self.register_buffer("later", torch.empty(1))  # never written
 
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
         return super().forward(x, seq) * (self.sound * self.later + self.slopes) + self.offsets

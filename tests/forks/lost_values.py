@@ -1,4 +1,4 @@
-"""A fork whose constructor sets a decay and zeroes a matrix, both of which `initial` makes random; three others are equal."""
+"""A fork whose constructor sets a decay and zeroes a matrix, but `initial` makes both random; three others are equal."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ class Model(llama3.Model):
         self.decay = nn.Parameter(torch.linspace(0.9, 0.99, config.dim))
         self.gain = nn.Parameter(torch.ones(config.dim))
         self.shift = nn.Parameter(0.02 * torch.randn(config.dim, config.dim))
-        self.bias = nn.LayerNorm(config.dim)  # which sets ones and zeros
+        self.bias = nn.LayerNorm(config.dim)  # sets ones and zeros
         for layer in self.layers.values():
             nn.init.zeros_(layer.ffn.w2.weight)
             nn.init.normal_(layer.ffn.w1.weight, std=0.02)

@@ -1,4 +1,4 @@
-"""A fork whose sharding table has forgotten the norm before the feed-forward layer."""
+"""A fork whose sharding table lacks the norm before the feed-forward layer."""
 
 from models import llama3
 from tests.tiny import FLAVORS, Config, Model, flops, initial

@@ -1,4 +1,4 @@
-"""A fork whose factors, one a feature, miss the sum of their gradients over tensor-parallel ranks."""
+"""A fork with a factor per feature, whose gradients are not summed over tensor-parallel ranks."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""A fork with learned positions, looked up once for all sequences: a rank gets a part of these that is not its tokens'."""
+"""A fork with learned positions, looked up once for all sequences: a rank gets positions that are not those of its tokens."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class Model(llama3.Model):
 
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
         c = self.config
-        one_row = torch.arange(x.shape[1], device=x.device)[None]  # right is seq.positions, (batch, seq)
+        one_row = torch.arange(x.shape[1], device=x.device)[None]  # correct: seq.positions, (batch, seq)
         x, seq = self.embed(x) + self.positions(one_row), with_mask(seq)
         rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for layer in self.layers.values():

@@ -1,4 +1,4 @@
-"""A fork whose forward pass adds what does not fit."""
+"""A fork whose forward pass adds tensors of incompatible shapes."""
 
 from torch import Tensor
 

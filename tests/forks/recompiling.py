@@ -1,4 +1,4 @@
-"""A fork whose blocks get the number of the step as a string, so that every step is compiled again."""
+"""A fork whose blocks get the step number as a string, so that every step is recompiled."""
 
 from torch import Tensor
 

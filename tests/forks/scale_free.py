@@ -1,4 +1,4 @@
-"""A right fork with a learned factor before the last norm: the norm undoes it, so its gradient is rounding and little else."""
+"""A correct fork with a learned factor before the last norm, which cancels it, so that its gradient is mostly rounding."""
 
 from torch import Tensor
 

@@ -1,4 +1,6 @@
-"""A fork whose feed-forward layer reads the token before too, as RWKV's does: parts of a sequence do not suffice for it."""
+"""A fork whose feed-forward layer also reads the previous token, as RWKV's does, so that it cannot compute parts of a
+sequence.
+"""
 
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""A fork whose head predicts the next two tokens in training, and whose FLOPs leave out what that adds to the head."""
+"""A fork whose head predicts the next two tokens in training, and whose FLOPs omit the second prediction."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""A fork with three heads, of which two ranks cannot have equal shares, although they could split the matrices."""
+"""A fork with three heads, which two ranks cannot share equally, although they could split the matrices."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A fork whose initial distributions name every parameter but one."""
+"""A fork whose initial distributions lack one parameter."""
 
 from models.blocks import Constant, Normal
 from tests.tiny import FLAVORS, Config, Model, flops, sharding

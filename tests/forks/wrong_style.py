@@ -1,4 +1,4 @@
-"""A tiny Llama with a weight for each head, and a sharding table that splits it wrongly.
+"""A tiny Llama with a weight per head, and a sharding table that splits it wrongly.
 
 Under tensor parallelism each rank has its own heads, and this table gives all of them the same first weights.
 """

@@ -1,1 +1,1 @@
-"""Wrong inputs for every way into titanlite, drawn from a seed, and one judge for all of them."""
+"""Wrong inputs for every entry point of titanlite, drawn from a seed, and one judge for all of them."""

@@ -1,4 +1,4 @@
-"""Wrong values of every argument of every command; both are read from the commands' own tables."""
+"""Wrong values of every argument of every command; both come from the commands' own tables."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ WRONG: dict[Any, tuple[str, ...]] = {
     new_path: (*_NO_PATHS, ".", "..", "/", "a/..", "/proc/x", "/dev/null/x", "/sys/x"),
 }
 RIGHT = {nonempty: "run.toml", existing_path: "run.toml", existing_folder: "folder", new_path: "new", str: "x"}
-# Texts that a kind accepts, and that stand for nothing in the folder: no library may fail at them in its own words.
+# Texts that a kind accepts but that name nothing in the folder: no library's own error may appear for them.
 TEXTS = (
     *("hub:", "hub:::", "hub:a b", "://", "s3://", "*[", "[", "..", "~", "%s", "-", ".a", "no.module", "\udcff"),
     *(":", ",", "="),
@@ -55,26 +55,26 @@ class _Captured(Exception):
 
 
 def with_configurations() -> Iterator[list[str]]:
-    """The words before the configuration of each command that begins with one."""
+    """The words before the configuration, for each command that takes one first."""
     inner = {before[0]: parser for before, parser in parsers()}
     yield from ([command] for command in COMMANDS if command not in inner)
     yield from (before for before, parser in parsers() if not parser.add_help)
 
 
 def parsers() -> Iterator[tuple[list[str], argparse.ArgumentParser]]:
-    """(words before the arguments, parser) of every command that has arguments beside a configuration."""
+    """(words before the arguments, parser) of every command that has arguments besides a configuration."""
     for command in COMMANDS:
         if (parser := _parser_of(command)) is None:
             continue
         yield [command], parser
         first = next((action for action in parser._actions if not action.option_strings), None)
-        for choice in (first.choices or ()) if first else ():  # each may have arguments of its own
+        for choice in (first.choices or ()) if first else ():  # each may have its own arguments
             if (inner := _parser_of(command, choice, skipped=1)) is not None:
                 yield [command, choice], inner
 
 
 def _parser_of(*words: str, skipped: int = 0) -> argparse.ArgumentParser | None:
-    """The parser that a command calls after so many others."""
+    """The parser that a command calls after this many others."""
     called: list[argparse.ArgumentParser] = []
     original = options._Parser.parse_known_args
 
@@ -86,14 +86,14 @@ def _parser_of(*words: str, skipped: int = 0) -> argparse.ArgumentParser | None:
 
     quiet = contextlib.redirect_stderr(None), contextlib.redirect_stdout(None)
     patched = mock.patch.object(options._Parser, "parse_known_args", parse)
-    no_log = mock.patch("titanlite.launch.process.set_up_logging")  # it would stay: this runs while tests are collected
+    no_log = mock.patch("titanlite.launch.process.set_up_logging")  # it would persist: this runs at collection
     with patched, no_log, quiet[0], quiet[1], contextlib.suppress(SystemExit, _Captured):
         run_command(*words)
     return called[skipped] if len(called) > skipped else None
 
 
 def arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Those that take a value of no short list."""
+    """Arguments that take a value that is not from a list of choices."""
     return [action for action in parser._actions if action.nargs != 0 and not action.choices]
 
 
@@ -114,7 +114,7 @@ def _right(action: argparse.Action) -> list[str]:
 
 
 def words_of(parser: argparse.ArgumentParser, tested: argparse.Action | None, value: str) -> list[str]:
-    """A value of one argument, and right ones of those that must be there."""
+    """A value of one argument, with correct ones of required arguments."""
     words = [] if parser.add_help else ["run.toml"]  # a configuration comes first
     groups = [group._group_actions for group in parser._mutually_exclusive_groups if group.required]
     chosen = [group[0] for group in groups if tested not in group]
@@ -158,7 +158,7 @@ def cases(seed: int) -> Iterator[Case]:
         right = functools.partial(parser.parse_known_args, words_of(parser, None, ""))
         yield Case("arguments", f"{' '.join(before)}: right ones", _within(right), "-", right=True)
         for action in arguments(parser):
-            # a float, an int or a path without bounds is no kind
+            # a float, an int or a path without bounds is not a kind
             assert action.type is str or wrong(action.type), f"{' '.join(before)}: {action.dest} has no kind"
             kind = type(action.type) if isinstance(action.type, WholeNumber | Real) else action.type
             label = action.option_strings[0] if action.option_strings else action.dest

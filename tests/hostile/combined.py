@@ -1,4 +1,4 @@
-"""Several faults at once: each is reported as it would be alone, once, and none makes another appear or crashes the check."""
+"""Several faults at once: each is reported once, as it would be alone, and none causes another report or crashes the check."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from titanlite.tools.check import check_here
 
 _RELATED, _PAIRS, _TRIPLES = 80, 60, 40
 _RANKS = (1, 2, 4, 8, 12)
-# Values beyond those that the schema has, which only a check of several keys, or of the model, refuses.
+# Values that the schema accepts, but a check of several keys, or of the model, refuses.
 _MORE: dict[str, tuple[Any, ...]] = {
     "model.name": (*family_names(), "nowhere", "blocks", "my.own"),
     "model.hf_assets_path": ("nowhere", "broken"),
@@ -31,7 +31,7 @@ _OVERRIDES = ("{ n_heads = 6 }", "{ dimm = 7 }", "{ n_layers = 1 }", "{ vocab_si
 
 
 def values(key: str) -> Iterator[str]:
-    """Values of a key as TOML: each choice, both ends, some between, and what the schema refuses."""
+    """Values of a key as TOML: each choice, both bounds, some between, and values that the schema refuses."""
     yield other(key)
     for each in ALTERNATIVES[key]:
         if "enum" in each:
@@ -48,7 +48,7 @@ def values(key: str) -> Iterator[str]:
     yield '"of words"'
 
 
-# One key with one value each, and what tests/unit/test_checks.py has of several keys: those that the schema refuses are few.
+# One key with one value each, and cases of several keys from tests/unit/test_checks.py: the schema refuses few of those.
 SINGLE = [{key: value} for key in KEYS for value in dict.fromkeys(values(key))]
 UNKNOWN = [{"compile.unit": "7"}, {"model.converters": '["float8"]'}, {"quantize.linear.float8.filter_fqns": "[]"}]
 SEVERAL = [{key: toml_value(value) for key, value in wrong.items()} for _, wrong, _, _ in CASES]

@@ -1,4 +1,6 @@
-"""Damaged contents: flipped bits and cut files in token folders and checkpoints, ids of another vocabulary, forged parts."""
+"""Damaged contents: flipped bits and truncated files in token folders and checkpoints, ids of another vocabulary, forged
+parts.
+"""
 
 import atexit
 import contextlib
@@ -69,7 +71,7 @@ _FILES = ["00000.bin", "00000.bin.sums", "00000.idx", "00000.idx.sums"]
 
 @functools.cache
 def _original() -> Path:
-    """A folder with a configuration, a tokenizer, token files and a checkpoint, all right."""
+    """A folder with a valid configuration, tokenizer, token files and checkpoint."""
     folder = Path(tempfile.mkdtemp(prefix="titanlite-contents-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "run.toml").write_text(_RUN)
@@ -103,7 +105,7 @@ def _expected(source: str, policy: str) -> bytes:
 
 
 def _reading(source: str, policy: str, change: Change) -> Make:
-    """Reads a changed copy of token files; what is read must be what was written."""
+    """Reads a changed copy of token files; the data read must equal the data written."""
 
     def make(folder: Path) -> Callable[[], object]:
         expected = _expected(source, policy)
@@ -128,7 +130,7 @@ def _copy(folder: Path, source: str) -> None:
 
 
 def _changes(draw: random.Random, name: str, flips: int) -> Iterator[tuple[str, Change]]:
-    """(what happens to a file, the change), spread over all of it. `draw` decides where."""
+    """(name of the change, the change), spread over the whole file. `draw` decides where."""
 
     def edit(change: Callable[[bytearray], object]) -> Change:
         def apply(folder: Path) -> None:
@@ -165,7 +167,7 @@ def _token_folders(draw: random.Random) -> Iterator[Case]:
 
 
 def _verify_command(draw: random.Random) -> Iterator[Case]:
-    """`titanlite data verify` finds every change, whether or not a sample is read there."""
+    """`titanlite data verify` finds every change, even where no sample is read."""
 
     def make(folder: Path, change: Change) -> Callable[[], object]:
         _copy(folder, "tokens")
@@ -187,7 +189,7 @@ def _verify_command(draw: random.Random) -> Iterator[Case]:
 # ------------------------------------------------------------------------------------------------- files of other programs
 
 
-# The part of an index with header, lengths and pointers. Nothing repeats what follows, the first sequence of each document.
+# The part of an index with header, lengths and pointers. The rest, the first sequence of each document, has no redundancy.
 _REPEATED = (34 + 12 * len(_TEXTS)) / (34 + 20 * len(_TEXTS) + 8)
 
 
@@ -202,14 +204,14 @@ def _pairs(draw: random.Random) -> Iterator[Case]:
     for source in ("pair", "tokens"):
         for wrong in (_VOCABULARY, 32_000, 65_535):
             for number, policy in enumerate(_POLICIES):
-                at = 2 + number + draw.randrange(8)  # which "truncate" reads, too
+                at = 2 + number + draw.randrange(8)  # which "truncate" reads too
                 change = functools.partial(_put_id, source=source, at=at, wrong=wrong)
                 names = rf"{source}/00000\.bin: holds the id {wrong} in sample \d+, at token {at}, and"
                 yield Case("contents", f"id {wrong} in {source} under {policy}", _reading(source, policy, change), names)
 
 
 def _put_id(folder: Path, source: str, at: int, wrong: int) -> None:
-    """Another id at a token; in a folder of titanlite with checksums that agree."""
+    """Writes another id at a token; in a folder of titanlite with matching checksums."""
     path = folder / source / "00000.bin"
     content = bytearray(path.read_bytes())
     struct.pack_into("<H", content, 2 * at, wrong)
@@ -225,7 +227,7 @@ def _put_id(folder: Path, source: str, at: int, wrong: int) -> None:
 _STEP, _DATA = "step-00000010", "__0_0.distcp"
 _NUMBERS = {"step": 10, "samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 _TENSORS = {"model.weight": torch.arange(48.0).reshape(8, 6), "model.bias": torch.arange(5.0), "scale": torch.tensor(2.0)}
-# (offsets, sizes) of the parts: a mesh of two by two, three ranks of which one has nothing, one rank
+# (offsets, sizes) of the parts: a mesh of two by two, three ranks one of which has nothing, one rank
 _PARTS = {
     "model.weight": [((0, 0), (4, 3)), ((0, 3), (4, 3)), ((4, 0), (4, 3)), ((4, 3), (4, 3))],
     "model.bias": [((0,), (3,)), ((3,), (2,)), ((5,), (0,))],
@@ -285,7 +287,7 @@ def _checkpoints(draw: random.Random) -> Iterator[Case]:
 
 
 def _forge(folder: Path, forge: Callable[[Metadata], object]) -> None:
-    """Changed metadata, with a manifest that agrees."""
+    """Changed metadata, with a matching manifest."""
     metadata = pickle.loads((folder / _STEP / METADATA).read_bytes())
     forge(metadata)
     _commit(folder / _STEP, metadata)

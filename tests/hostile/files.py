@@ -1,4 +1,6 @@
-"""Every file that others may have written x every way in which it can be wrong: truncated, flipped, a FIFO, deep, huge, ..."""
+"""Every file that others may have written x every way in which it can be wrong: truncated, flipped bits, a FIFO, deep, huge,
+...
+"""
 
 import functools
 import json
@@ -18,7 +20,7 @@ from titanlite.config.read import read_config
 
 _WRONG: list[Any] = ["x", -1, 1.5, True, None, [], {}, [[]], {"x": 1}, 10**30]
 _EXTREME: list[Any] = [-1, 0, 2**31, 2**53, 10**18, 10**39, 10**41, 1e308, -0.5, float("nan"), float("inf")]
-_FLIPS, _CUTS, _PLACES = 2, 2, 4  # draws for a file
+_FLIPS, _CUTS, _PLACES = 2, 2, 4  # draws per file
 
 
 def cases(seed: int) -> Iterator[Case]:
@@ -43,7 +45,7 @@ def cases(seed: int) -> Iterator[Case]:
 
 
 def _any_file(kind: Kind, draw: random.Random) -> Iterator[Case]:
-    """The ways in which a file can be no file, or another file."""
+    """The ways in which a file can be missing, or something else."""
     yield _case(kind, "a FIFO", _replaced(os.mkfifo))
     yield _case(kind, "a folder", _replaced(Path.mkdir))
     yield _case(kind, "an endless device", _replaced(lambda path: path.symlink_to("/dev/zero")))
@@ -97,7 +99,7 @@ def _link_to_fifo(path: Path) -> None:
 
 
 def _linked(path: Path) -> None:
-    """As in the cache of Hugging Face, whose files are links to others."""
+    """As in Hugging Face's cache, whose files are links."""
     path.rename(path.with_name("blob"))
     path.symlink_to("blob")
 
@@ -175,7 +177,7 @@ def _twice(path: Path) -> None:
 
 
 def _places(values: Any, above: tuple = ()) -> Iterator[tuple]:
-    """Every place in a JSON value: all keys of tables, the first entry of lists."""
+    """Every location in a JSON value: all keys of tables, the first entry of lists."""
     inside = values.items() if isinstance(values, dict) else enumerate(values[:1]) if isinstance(values, list) else ()
     for key, value in list(inside)[:40]:
         yield (*above, key)
@@ -192,7 +194,7 @@ def _at(values: Any, place: tuple) -> Any:
 
 def _put(values: Any, place: tuple, value: Any) -> None:
     table = _at(values, place[:-1])
-    if isinstance(table, list) and isinstance(place[-1], str):  # of a file that is a list of tables
+    if isinstance(table, list) and isinstance(place[-1], str):  # the file is a list of tables
         table = table[-1]
     table[place[-1]] = value
 
@@ -213,7 +215,7 @@ def _nested(levels: int) -> Any:
 
 @functools.cache
 def _sound(kind: Kind) -> tuple[Path, bytes, Any]:
-    """(a folder with all sound files of a kind, the contents of its file, what reading it gives); made once a process."""
+    """(a folder with all valid files of a kind, the contents of its file, what reading it gives); created once per process."""
     folder = Path(tempfile.mkdtemp(prefix="titanlite-hostile-"))
     kind.write(folder)
     before = Path.cwd()
@@ -225,7 +227,7 @@ def _sound(kind: Kind) -> tuple[Path, bytes, Any]:
 
 
 def _of_values(kind: Kind, name: str, change: Callable[[Any], None], right: bool, same: bool = False) -> Case:
-    """A case in which the JSON of a file has other values."""
+    """A case in which a JSON file has other values."""
 
     def write(path: Path) -> None:
         content = path.read_bytes()
@@ -239,7 +241,7 @@ def _of_values(kind: Kind, name: str, change: Callable[[Any], None], right: bool
 
 
 def _case(kind: Kind, name: str, change: Callable[[Path], object], right: bool = False, same: bool = False) -> Case:
-    """same: what is accepted must be read as the sound file is."""
+    """same: an accepted file must read like the valid one."""
 
     def make(folder: Path) -> Callable[[], object]:
         shutil.copytree(_sound(kind)[0], folder, dirs_exist_ok=True, symlinks=True)

@@ -1,6 +1,6 @@
-"""What must hold for a wrong input: it is refused in one message that names it, or the run is right; nothing is left behind.
+"""The rules for a wrong input: one message that names it refuses it, or the run is correct; nothing is left behind.
 
-A generator yields cases; `judge` runs one in this process, in a folder of its own, and returns what does not hold.
+A generator yields cases; `judge` runs one in this process, in its own folder, and returns the violations.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from titanlite.ground.errors import UserError
 
-SECONDS = 10.0  # of this process, for one case
+SECONDS = 10.0  # CPU time of this process, for one case
 
 
 class Case(NamedTuple):
     """One wrong input.
 
     name: unique within its mechanism, and the same at every seed that draws it. make: writes the input into an empty folder,
-    which is also the working folder, and returns what reads it as the command of a user does. names: a pattern that the message
-    must have, such as the key or the file. right: whether the input may also be accepted; the action then raises AssertionError
-    where the result is not right.
+    which is also the working folder, and returns the function that reads it as a user's command does. names: a pattern that the
+    message must have, such as the key or the file. right: whether the input may also be accepted; the action then raises
+    AssertionError if the result is not correct.
     """
 
     mechanism: str
@@ -35,8 +35,8 @@ class Case(NamedTuple):
 
 
 def judge(case: Case, folder: Path) -> list[str]:
-    """What does not hold for a case, in words; nothing where all holds. folder: empty."""
-    resource_tracker.ensure_running()  # multiprocessing's own process, which stays
+    """The violations of a case, as text; none if all rules hold. folder: empty."""
+    resource_tracker.ensure_running()  # a process of multiprocessing that persists
     before_children = _children()
     with _working_in(folder):
         action = case.make(folder)
@@ -74,7 +74,7 @@ def _working_in(folder: Path) -> Iterator[None]:
 
 
 def _message_of(action: Callable[[], object]) -> tuple[str | None, list[str]]:
-    """(what a refusal says, None if there was none; faults of the way it ended)."""
+    """(the message of a refusal, None if there was none; faults in how it ended)."""
     error_output = io.StringIO()
     try:
         with contextlib.redirect_stderr(error_output), contextlib.redirect_stdout(io.StringIO()):
@@ -88,7 +88,7 @@ def _message_of(action: Callable[[], object]) -> tuple[str | None, list[str]]:
         return text, [] if ended.code == 2 else [f"exit code {ended.code}"]
     except AssertionError as wrong:
         return None, [f"accepted, with a wrong result: {wrong}"]
-    except Exception as error:  # whatever else comes is what the judge looks for
+    except Exception as error:  # any other exception is a fault
         return None, [f"{type(error).__name__}: {error}"]
     return None, []
 

@@ -1,6 +1,6 @@
 """Wrong keys, drawn from the schema: one for each kind of annotation, one for each condition under which a key has an effect.
 
-What pydantic and titanlite do with a key depends on its kind alone; a new key needs no line here.
+How pydantic and titanlite treat a key depends only on its kind; a new key needs no line here.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from titanlite.loop.checks import check
 from titanlite.tools.options import config_parser, read_command
 
 FIELDS: dict[str, FieldInfo] = {key: SECTIONS[key.split(".")[0]].model_fields[key.split(".")[1]] for key in KEYS}
-# A value of each type of TOML, by its name in a JSON schema.
+# A value of each TOML type, by its name in a JSON schema.
 TYPES = {
     "string": '"seven"',
     "integer": "7",
@@ -35,7 +35,7 @@ TYPES = {
     "date": "2020-02-02",
 }
 OF_THE_PLACE = (effects.CUDA, effects.RANKS, effects.ACCUMULATION)
-# Values of keys for which no other can be derived from the schema.
+# Values of keys for which the schema gives no other value.
 OTHERS = {"model.overrides": "{ dim = 64 }", "checkpoint.load_step": "3", "training.sources": '[{ path = "text" }]'}
 OTHERS |= {
     "lr_scheduler.decay_type": '"tests.own.parts:inverse_sqrt"',
@@ -55,14 +55,14 @@ OTHERS |= {
     "validation.sources": OTHERS["training.sources"],
     "compile.backend": '"eager"',
 }
-# What else a run needs with another value of a key.
+# Further settings that a run needs with another value of a key.
 BESIDE = {
     "parallelism.pipeline_parallel_degree": {"training.local_batch_size": "1", "training.global_batch_size": "2"},
 }
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """The seed chooses the key of each kind, and where a misspelt key is wrong."""
+    """The seed chooses the key of each kind, and where a misspelled key is wrong."""
     draw = random.Random(seed)
     kinds: dict[str, list[str]] = {}
     for key in KEYS:
@@ -105,7 +105,7 @@ def _read(text: str, *options: str) -> Callable[[Path], Callable[[], object]]:
 def _check(text: str, *options: str, base: str = "", right: str = "") -> Callable[[Path], Callable[[], object]]:
     """Reads and checks a run on one rank, or on two stages, as a rank does at its start.
 
-    base: the text of base.toml. right: it is accepted, and the line on keys without effect has these words.
+    base: the text of base.toml. right: it is accepted, and the line on keys without effect has this text.
     """
 
     def action() -> None:
@@ -142,7 +142,7 @@ ALTERNATIVES = {key: alternatives(SECTIONS[key.split(".")[0]], key.split(".")[1]
 
 
 def kind_of(found: list[dict[str, Any]]) -> str:
-    """The types of a key, and what else its schema says of them, without the numbers and words."""
+    """The types of a key with their other constraints in the schema, without numbers and words."""
     parts = [(each["type"], sorted(set(each) - {"title", "default", "description"}), each.get("items")) for each in found]
     return str(sorted(parts, key=str))
 
@@ -207,7 +207,7 @@ def other(key: str) -> str:
 
 
 def of_the_hardware(condition: str) -> bool:
-    """Whether it depends on the device or on the number of ranks."""
+    """Whether a condition depends on the device or on the number of ranks."""
     return any(part in OF_THE_PLACE for part in condition.split(" or "))
 
 
@@ -221,12 +221,12 @@ def _candidates(key: str) -> Iterator[str]:
 
 @functools.cache
 def where(condition: str, holds: bool) -> dict[str, str]:
-    """What must be set so that a condition holds, or does not; nothing where that is the default or hangs on the hardware."""
+    """Settings under which a condition holds, or does not; none if that is the default or depends on the hardware."""
     if of_the_hardware(condition):
         return {}
     rule, switches = effects.EffectiveWhen(condition), effects.keys_of(condition)
     for settings in ({}, *({key: value} for key in switches for value in _candidates(key))):
-        with contextlib.suppress(UserError):  # where the schema does not allow the value
+        with contextlib.suppress(UserError):  # the schema does not allow the value
             config = read_config(None, [f"--{key}={as_option(value)}" for key, value in settings.items()])
             if (rule.failing(config, effects.Hardware()) is None) == holds:
                 return {name: value for key in settings for name, value in BESIDE.get(key, {}).items()} | settings
@@ -234,7 +234,7 @@ def where(condition: str, holds: bool) -> dict[str, str]:
 
 
 def setting(key: str, condition: str) -> dict[str, str]:
-    """The key with a value of its own, where this condition does not hold and all its others do."""
+    """The key with a value other than the default, where this condition does not hold but all its others do."""
     settings: dict[str, str] = {}
     for each in effects.effective_when(FIELDS[key]).conditions:
         settings |= where(each, each != condition)
@@ -255,7 +255,7 @@ def _without_effect(key: str, condition: str) -> Iterator[Case]:
 
 
 def _read_and_note(text: str, words: str) -> Callable[[Path], Callable[[], object]]:
-    """Reads a file on a machine without a GPU, with one rank: a line names the key, which is then at its default."""
+    """Reads a file on a machine without a GPU, with one rank: a line names the key, which then has its default."""
 
     def action() -> None:
         config = read_config("run.toml", [])

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from tests.hostile.judge import Case
 from titanlite.launch import layout, process
 
-# What no whole number of the environment may be. 010 is 8 for a shell; other scripts have digits too.
+# Invalid whole numbers in the environment. 010 is 8 in a shell; other scripts have digits too.
 NOT_WHOLE = (
     "010", "08", "00", "+1", "-1", "-0", "1.0", "1e1", "1_0", "0x10", "0b1", "1 ", " 1", "1\n", "1,2", "1;2", "$((1))", "`id`",
     "abc", "None", "true", "nan", "inf", "-inf", "\u0663", "\uff13", "\u00b2", "\u2460", "18446744073709551618", "9" * 5000,
@@ -30,7 +30,7 @@ LOGGING = (
     "0,08", "00", "0,", ",0", ",", "0 3", "0, 1", "4", "0,4", "-1", "0;1", "1e0", "all", "\u0663", "18446744073709551618",
     "0" * 99,
 )  # fmt: skip
-RIGHT = (  # of four ranks, on one node or on two
+RIGHT = (  # for four ranks, on one node or on two
     {}, {"NGPU": "4"}, {"NGPU": "4", "LOG_RANK": "0,3"}, {"NGPU": "4", "LOG_RANK": "3"}, {"NGPU": "", "LOG_RANK": ""},
     {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": "first:29500"}, {"NNODES": "2", "RDZV_ENDPOINT": "[::1]:1"},
     {"NGPU": "1024"}, {"RDZV_TIMEOUT": "604800"}, {"MAX_RESTARTS": "0"}, {"OMP_NUM_THREADS": "3"},
@@ -39,7 +39,7 @@ RIGHT = (  # of four ranks, on one node or on two
 
 def cases(seed: int) -> Iterator[Case]:
     draw = random.Random(seed)
-    one, *others = VARIABLES  # they are read by one function
+    one, *others = VARIABLES  # one function reads them all
     for name, text in [(one, text) for text in NOT_WHOLE] + [(name, draw.choice(NOT_WHOLE)) for name in others]:
         yield _refused(f"{name}={text[:20]!a}", {name: text}, name)
     for name, text in itertools.chain(BELOW.items(), ABOVE.items()):

@@ -26,7 +26,7 @@ keep_latest_k = 1
 [metrics]
 enable_tensorboard = false
 """
-_FOLDERS = {  # keys that name folders in a run's -> the defaults
+_FOLDERS = {  # keys that name folders in a run folder -> the defaults
     "checkpoint.folder": "checkpoint",
     "metrics.save_tb_folder": "tb",
     "profiling.save_traces_folder": "profile_traces",
@@ -38,7 +38,7 @@ _DRAWN = 80  # cases
 
 
 def start(*options: str) -> None:
-    """What a start does in its folder before the first step: the check, then the files of rank 0."""
+    """What a start does in its folder before the first step: the check, then rank 0's files."""
     config = read_config("run.toml", list(options))
     check(config, "run.toml", 1, open_files=False)
     dump = Path(config.job.dump_folder)
@@ -90,7 +90,7 @@ def elsewhere(path: Path) -> Path:
 
 
 def run_folders() -> Iterator[Case]:
-    """Things that are no run folder."""
+    """Things that are not a run folder."""
     values = {
         "a file": "elsewhere/file",
         "in a file": "elsewhere/file/out",
@@ -134,7 +134,7 @@ def colliding_options() -> Iterator[Case]:
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Of the folders that collide a part, drawn; all of the others."""
+    """A random part of the colliding folders, and all other cases."""
     found = list(colliding_options())
     yield from random.Random(f"places {seed}").sample(found, min(_DRAWN, len(found)))
     yield from run_folders()

@@ -1,4 +1,4 @@
-"""Parquet files: damaged, forged, of wrong columns and types, and what is no Parquet file at all."""
+"""Parquet files: damaged, forged, with wrong columns and types, and files that are not Parquet."""
 
 import functools
 import os
@@ -74,7 +74,7 @@ def cases(seed: int) -> Iterator[Case]:
 def _sound() -> bytes:
     sink = pyarrow.BufferOutputStream()
     table = pyarrow.table({"text": _TEXTS})
-    # with a checksum for each page, and rows of about as many bytes as a page has
+    # with a checksum for each page, and rows of about a page's size
     parquet.write_table(table, sink, row_group_size=_GROUP, write_page_checksum=True)
     return sink.getvalue().to_pybytes()
 
@@ -105,7 +105,7 @@ def _varint(number: int) -> bytes:
 
 
 def _write_rows(path: Path, count: int) -> None:
-    """A footer whose row groups declare other numbers of rows; its fields follow each other, so nothing else moves."""
+    """A footer whose row groups declare other numbers of rows; its fields are sequential, so nothing else moves."""
     content = _sound()
     length = struct.unpack("<I", content[-8:-4])[0]
     body, footer = content[: -8 - length], content[-8 - length : -8]
@@ -115,7 +115,7 @@ def _write_rows(path: Path, count: int) -> None:
 
 
 def _case(name: str, write: Callable[[Path], object], right: bool = False, same: bool = False) -> Case:
-    """right: whether the file may be accepted; same: only with the texts of the sound file."""
+    """right: whether the file may be accepted; same: only with the texts of the valid file."""
 
     def make(folder: Path) -> Callable[[], object]:
         write(folder / "a.parquet")

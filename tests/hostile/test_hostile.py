@@ -1,5 +1,6 @@
-"""Every wrong input that the generators draw is refused in one message that names it, or gives a right run; and the judge of
-that finds each way in which a refusal can be wrong."""
+"""Every wrong input that the generators draw is refused in one message that names it, or gives a correct run; and the judge
+finds each way in which a refusal can be wrong.
+"""
 
 import importlib
 import pkgutil

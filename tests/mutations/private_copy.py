@@ -1,4 +1,4 @@
-"""A private copy of the tree, in which a fault stands while a command or some tests run."""
+"""A private copy of the tree, with a fault planted while a command or some tests run."""
 
 import contextlib
 import json
@@ -15,20 +15,20 @@ from typing import NamedTuple
 from tests.mutations.faults import ROOT, Fault, with_fault
 
 _NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info", ".*_cache")
-# Seconds, on a busy machine. A fault makes some tests hang.
+# Seconds, on a busy machine: a fault makes some tests hang.
 _TITANLITE, _TEST, _TEST_FILE = 1800, 900, 3600
 
 
 class Answer(NamedTuple):
-    """What a command said of the copy."""
+    """The result of a command on the copy."""
 
-    code: int  # its exit code; 124: it did not end in time
+    code: int  # exit code; 124: timeout
     output: str
     seconds: float
 
 
 class Copy:
-    """The tree in a folder. No command in it finds what another one has left in titanlite's cache."""
+    """The tree in a folder. Its commands do not share titanlite's cache with others."""
 
     def __init__(self, folder: Path):
         self.root = folder / "tree"
@@ -49,7 +49,7 @@ class Copy:
             self._write(path, source)
 
     def _write(self, path: Path, text: str) -> None:
-        """Each writing has a time of its own: Python takes a compiled file for right if its source has its time and size."""
+        """Each write gets a different time: Python trusts a compiled file if its source has the same time and size."""
         self._clock += 1
         path.write_text(text, encoding="utf-8")
         os.utime(path, (self._clock, self._clock))
@@ -58,7 +58,7 @@ class Copy:
         return self._python(["titanlite", *words], _TITANLITE)
 
     def failing(self, targets: Sequence[str]) -> list[str]:
-        """The first test of files, or of tests, that fails. The targets themselves if pytest does not end, or cannot begin."""
+        """The first failing test of these files or tests; the targets themselves if pytest does not end, or cannot start."""
         shutil.rmtree(self._of_pytest, ignore_errors=True)
         options = ["-x", "-q", f"--timeout={_TEST}", "-m", "not slow", "-o", f"cache_dir={self._of_pytest}"]
         answer = self._python(["pytest", *options, *targets], _TEST_FILE)
@@ -69,7 +69,7 @@ class Copy:
         return []
 
     def _python(self, words: Sequence[str], seconds: float) -> Answer:
-        """A module in a process group of its own, which ends with it."""
+        """Runs a module in its own process group, which ends with it."""
         begun = time.monotonic()
         shutil.rmtree(self._cache, ignore_errors=True)
         own = {"PYTHONPATH": str(self.root), "TITANLITE_CACHE": str(self._cache), "OMP_NUM_THREADS": "1"}

@@ -1,15 +1,16 @@
-"""What finds the faults of history.json: `titanlite verify` and `titanlite check-model`, for authors of forks, and the tests.
+"""Scores what finds the faults of history.json: `titanlite verify` and `titanlite check-model`, for authors of forks, and the
+tests.
 
     python -m tests.mutations.score                     the two commands, every fault; it resumes after an interruption
     python -m tests.mutations.score --suite             the tests that each fault names instead
     python -m tests.mutations.score --correct           check-model on right models, none of which may fail
-    python -m tests.mutations.score --fault h07         this one; with --suite or without
-    python -m tests.mutations.score --again             also what another commit has scored; with the others
+    python -m tests.mutations.score --fault h07         this one; with or without --suite
+    python -m tests.mutations.score --again             also faults scored at another commit; with the other options
     python -m tests.mutations.score --table             only write the tables of docs/design/verification.md
 
-Each fault is put into a private copy of the tree. A command finds it by an exit code other than 0; before, the same words must
-pass on the copy without the fault. It names the fault if its output has the pattern that history.json gives, which was written
-before the first score. A test finds a fault if it fails with it and passes without it.
+Each fault is planted in a private copy of the tree. A command finds it by an exit code other than 0; the same command must pass
+on the copy without the fault. It names the fault if its output matches the pattern in history.json, which was written before
+the first score. A test finds a fault if it fails with it and passes without it.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _VERIFY = {
     "--training.global_batch_size": "8",
 }
 DOCUMENT, _MARK = ROOT / "docs" / "design" / "verification.md", "<!-- made by: python -m tests.mutations.score --table -->\n"
-# Right models, each with something that a proof could take for a fault.
+# Correct models, each with something that a command could mistake for a fault.
 CORRECT = {
     "llama3:debug": "grouped heads",
     "qwen3:debug": "norms of queries and keys, tied embeddings",
@@ -70,7 +71,7 @@ Known = dict[str, dict[str, dict[str, Any]]]
 
 
 def words(fault: Fault) -> dict[str, list[str]]:
-    """The command lines that are to find a fault, by the command's name."""
+    """The command lines that should find a fault, by the command's name."""
     given = shlex.split(fault.verify)
     own = list(zip(given[::2], given[1::2], strict=True))
     options = _VERIFY | {name: value for name, value in own if name != "--mesh"}
@@ -81,7 +82,7 @@ def words(fault: Fault) -> dict[str, list[str]]:
 
 
 def by_commands(copy: Copy, fault: Fault, passing: set[str]) -> dict[str, str]:
-    """What each command says: missed, found or named. passing: command lines that pass without a fault; added to here."""
+    """The result of each command: missed, found or named. passing: command lines that pass without a fault; extended here."""
     result = {}
     for name, command in words(fault).items():
         line = shlex.join(command)
@@ -100,7 +101,7 @@ def by_commands(copy: Copy, fault: Fault, passing: set[str]) -> dict[str, str]:
 
 
 def _said(answer: Answer) -> str:
-    """What an output says of a failure: the message of a user error, or the lines that differ from those of a right model."""
+    """The failure in an output: the message of a user error, or the lines that differ from those of a correct model."""
     if answer.code == 2:
         return answer.output
     lines = [line for line in answer.output.splitlines() if "passed" not in line and "not run" not in line]
@@ -108,7 +109,7 @@ def _said(answer: Answer) -> str:
 
 
 def by_tests(copy: Copy, fault: Fault, sound: set[str]) -> str:
-    """The test that finds a fault, or "". sound: tests that pass without a fault; added to here."""
+    """The test that finds a fault, or "". sound: tests that pass without a fault; extended here."""
     for target in fault.tests:
         with copy.fault(fault):
             failed = copy.failing([target])
@@ -124,7 +125,7 @@ def by_tests(copy: Copy, fault: Fault, sound: set[str]) -> str:
 
 
 def check_correct(copy: Copy, model: str) -> dict[str, Any]:
-    """What check-model says of a right model."""
+    """The result of check-model for a correct model."""
     answer = copy.titanlite(["check-model", model])
     if answer.code:
         print(f"{model}: {_said(answer)}", file=sys.stderr)
@@ -140,7 +141,7 @@ def document(text: str, faults: list[Fault], known: Known) -> str:
 
 
 def table(faults: list[Fault], known: dict[str, dict[str, Any]]) -> str:
-    """A line for each fault, and the totals. Our own faults, without a report, are for the tests alone."""
+    """A line for each fault, and the totals. Our own faults, without a report, are only for the tests."""
     lines, reported = [], [fault for fault in faults if fault.source]
     for fault in faults:
         result = known.get(fault.id, {})
@@ -161,7 +162,7 @@ def table(faults: list[Fault], known: dict[str, dict[str, Any]]) -> str:
 
 
 def correct_table(known: dict[str, dict[str, Any]]) -> str:
-    """A line for each right model, with the seconds that check-model took."""
+    """A line for each correct model, with the seconds of check-model."""
     lines = [
         f"| {model} | {what} | {'passed' if known[model]['passed'] else '**failed**'} | {known[model]['seconds']} |"
         for model, what in CORRECT.items()
@@ -209,7 +210,7 @@ def main() -> None:
     passing: set[str] = set()
 
     def score(kind: str, name: str, key: str, measure: Any) -> None:
-        """Keeps a new result, under the commit that it is of (`key`)."""
+        """Stores a new result with its commit (`key`)."""
         before = known[kind].get(name, {})
         if not arguments.fault and key in before and not (arguments.again and before[key] != commit):
             return

@@ -1,4 +1,4 @@
-"""Data of one's own that only the tests need: endless, poisoned, different on each rank, or wrong in one of many ways."""
+"""Own data that only the tests need: endless, poisoned, different on each rank, or wrong in one of many ways."""
 
 import numpy as np
 import torch.distributed as dist
@@ -10,14 +10,14 @@ from tests.own.parts import Sums, Walks
 
 
 class Endless:
-    """The numbers of its samples, two digits of 10 bits each."""
+    """Its samples are their numbers, as two digits of 10 bits each."""
 
     def read(self, i: int):
         return [i % 1024 // 4, i // 1024]
 
 
 class Fixed(Walks):
-    """Walks of one number of data ranks."""
+    """Walks for a fixed number of data ranks."""
 
     reshard = None
 
@@ -43,7 +43,7 @@ class Node(BaseNode):
 
 
 class Poisoned(Walks):
-    """Walks of which the 49th row of the first data rank ruins its batch: the first of step 7 on one rank."""
+    """Walks whose 49th row on the first data rank spoils its batch: the first of step 7 on one rank."""
 
     def __iter__(self):
         for row in super().__iter__():
@@ -58,7 +58,7 @@ class OfTheRank(Sums):
 
 
 class Wrong:
-    """A map with a fault that `way` names."""
+    """A map with the fault `way`."""
 
     def __init__(self, way: str, seq_len: int):
         self.way, self.seq_len, self.random = way, seq_len, np.random.default_rng()
@@ -90,7 +90,7 @@ class Wrong:
 
 
 class WrongStream(IterableDataset):
-    """A stream with a fault that `way` names."""
+    """A stream with the fault `way`."""
 
     def __init__(self, way: str, rank: int, degree: int):
         self.way, self.rows = way, 0

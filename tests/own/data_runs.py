@@ -1,4 +1,4 @@
-"""Runs with data of one's own, without a tokenizer: what the ranks of a pool run, and tests in their own process."""
+"""Runs with own data, without a tokenizer: what the ranks of a pool run, and tests in their own process."""
 
 import time
 from unittest.mock import patch
@@ -20,7 +20,7 @@ from titanlite.verify.compare import Trajectory, record
 
 
 def opened_data(config: Config, vocabulary: int, section: str = "training") -> Data:
-    """As `open_data`; every path that is no part stands for the learnable tokens."""
+    """As `open_data`; every path that is not a part means the learnable tokens."""
     files = data_of([learnable_ids(vocabulary)], config, vocabulary).sources[0]
     sources = [
         open_own(config, section, number, vocabulary) if is_part(source.path) else files._replace(cfg=source, name=source.path)
@@ -36,7 +36,7 @@ def opened(config: Config) -> tuple[Data, Data | None]:
 
 
 def trajectory(degrees: dict[str, int], config: Config) -> Trajectory | None:
-    """Trains for `training.steps`; rank 0 returns what happened."""
+    """Trains for `training.steps`; rank 0 returns the trajectory."""
     found = record(config, opened(config)[0], mesh_of(degrees), CPU)
     return found if dist.get_rank() == 0 else None
 

@@ -1,4 +1,4 @@
-"""Data of the user's own: a map and a stream on meshes, mixed, resumed, rolled back; what is wrong is one message."""
+"""Data of the user's own: a map and a stream on meshes, mixed, resumed, rolled back; each fault is one message."""
 
 import json
 import logging
@@ -77,7 +77,7 @@ def test_an_endless_map_is_drawn_in_the_order_of_its_samples_and_its_short_rows_
     assert opened_data(config, 512).sources[0].samples == ENDLESS
 
 
-def test_a_part_is_named_by_a_file_and_read_back_and_its_code_belongs_to_the_run(tmp_path):
+def test_a_part_in_a_configuration_file_reads_back_and_its_code_belongs_to_the_run(tmp_path):
     keys = {"training.dataset": SUMS, "training.dataset_options.digits": 1, "validation.enable": "true"}
     config = read_config(None, [f"--{key}={value}" for key, value in {**keys, "validation.dataset": WALKS}.items()])
     (tmp_path / "config.toml").write_text(to_toml(config))
@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_wrong_data_is_one_message_with_its_key_and_place(case):
+def test_wrong_data_is_one_message_with_its_key_and_line(case):
     dataset, options, words = REFUSED[case]
     (fault,) = faults(configured(dataset, options=options), 512)
     assert fault.startswith("training.dataset")
@@ -152,7 +152,7 @@ PAIRS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", PAIRS)
-def test_what_does_not_go_together_is_refused(case):
+def test_incompatible_keys_are_refused(case):
     training, words = PAIRS[case]
     with pytest.raises(UserError, match=words):
         raise UserError("\n".join(faults(config_of(ONE, training=training), 512)))
@@ -186,7 +186,7 @@ def test_a_map_that_differs_between_ranks_is_refused_at_the_start(pools):
 
 
 @pytest.mark.parametrize("dataset", [SUMS, WALKS])
-def test_data_that_waits_is_named_with_its_sample(dataset, caplog, monkeypatch):
+def test_data_that_stalls_is_named_with_its_sample(dataset, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     go = threading.Event()
 
@@ -279,7 +279,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dataset, workers, tmp_path, grou
         for steps in lengths:
             dataloader = {"workers": workers if folder == "parts" else 0}
             full_run(ONE, run_config(ONE, tmp_path / folder, steps, training={"dataset": dataset}, dataloader=dataloader), mesh)
-            if (folder, steps) == ("parts", 8):  # so that it resumes from one that was saved while the next batch was read
+            if (folder, steps) == ("parts", 8):  # resumes from a checkpoint saved while the next batch was read
                 shutil.rmtree(tmp_path / "parts/checkpoint/step-00000008")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
@@ -294,27 +294,27 @@ def run(pools: dict[int, Pool], mesh: dict[str, int], folder: Path, steps: int, 
     pools[ranks_of(mesh)].run(f"{RUNS}:full_run", degrees=mesh, config=config)
 
 
-def test_a_stream_goes_on_at_another_number_of_data_ranks_by_its_reshard(pools, tmp_path):
+def test_a_stream_with_reshard_continues_on_another_number_of_data_ranks(pools, tmp_path):
     run(pools, ONE, tmp_path / "whole", STEPS, WALKS)
     for mesh, steps in (({"dp_shard": 2}, 4), (ONE, 8), (TWO_BY_TWO, STEPS)):
         run(pools, mesh, tmp_path / "moved", steps, WALKS)
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-def test_a_stream_without_reshard_is_refused_at_another_number_of_data_ranks(pools, tmp_path):
+def test_a_stream_without_reshard_is_refused_on_another_number_of_data_ranks(pools, tmp_path):
     run(pools, {"dp_shard": 2}, tmp_path, 4, "tests.own.data_parts:Fixed")
     with pytest.raises(WorkerFailure, match=r"has the states of 2 data ranks, and this run has 1: .*reshard"):
         run(pools, ONE, tmp_path, 8, "tests.own.data_parts:Fixed")
 
 
-def test_a_resume_with_other_options_is_refused_as_other_files_are(pools, tmp_path):
+def test_a_resume_with_other_options_is_refused_like_one_with_other_files(pools, tmp_path):
     run(pools, ONE, tmp_path, 4, SUMS)
     for options in ({"digits": 1}, {"count": 999}):
         with pytest.raises(WorkerFailure, match=r"(?s)data = 'tests.own.parts:Sums: .*--checkpoint\.allow_changes data"):
             run(pools, ONE, tmp_path, 8, SUMS, training={"dataset_options": options})
 
 
-def test_a_rollback_takes_the_stream_back_and_reads_over_the_batch_that_was_bad(pools, tmp_path):
+def test_a_rollback_rewinds_the_stream_and_skips_the_bad_batch(pools, tmp_path):
     keys = {"training": {"on_nonfinite": "rollback"}, "model": {"name": "tests.tiny_poison"}}
     run(pools, ONE, tmp_path / "run", STEPS, "tests.own.data_parts:Poisoned", **keys)
     (entry,) = [each for each in read_entries(tmp_path / "run" / INCIDENTS) if each["kind"] == "rollback"]

@@ -9,7 +9,7 @@ from tests.end_to_end.launcher import run
 from tests.end_to_end.test_run_train import reports, working_folder
 
 PARTS = Path(__file__).with_name("parts.py")
-# A rank is killed at its 15th row, or 7th state, once a run.
+# A rank is killed at its 15th row, or 7th state, once per run.
 KILLING = """
 
 class Killed(KIND):
@@ -31,7 +31,7 @@ KEYS = (
 
 
 @pytest.mark.parametrize(("kind", "method"), [("Sums", "read"), ("Walks", "state_dict")])
-def test_a_run_that_is_killed_goes_on_and_reads_as_one(tmp_path, kind, method):
+def test_a_killed_run_continues_and_reports_one_trajectory(tmp_path, kind, method):
     folder = working_folder(tmp_path)
     text = "import os, pathlib, signal\n" + PARTS.read_text() + KILLING.replace("KIND", kind).replace("METHOD", method)
     (folder / "my_parts.py").write_text(text.replace("== 15", "== 7") if kind == "Walks" else text)

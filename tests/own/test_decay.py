@@ -48,7 +48,7 @@ def test_the_rates_are_those_of_the_function_and_stay_after_the_end(power, least
         assert schedule.at(step) == pytest.approx(expected, rel=1e-12), step
 
 
-def test_a_decay_that_does_not_end_at_zero_may_be_followed_by_further_steps():
+def test_steps_may_follow_a_decay_that_does_not_end_at_zero():
     longer = configured(steps=150, total_steps=100)
     assert list(faults(longer)) == []
     (fault,) = faults(configured("linear", steps=150, total_steps=100))
@@ -57,7 +57,7 @@ def test_a_decay_that_does_not_end_at_zero_may_be_followed_by_further_steps():
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
-# The user's module, the part, its options, and what the one message says.
+# The user's module, the part, its options, and the message.
 WRONG = {
     "raises at one step": (
         "def f(step, start, end):\n    return 1.0 if step < 50 else 1 / 0\n",
@@ -98,7 +98,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_part_gets_one_message_with_its_key_and_place(name, tmp_path, monkeypatch):
+def test_a_wrong_part_gets_one_message_with_its_key_and_line(name, tmp_path, monkeypatch):
     text, part, options, words = WRONG[name]
     if text is not None:
         (tmp_path / "wrong_parts.py").write_text(text)
@@ -112,7 +112,7 @@ def test_a_wrong_part_gets_one_message_with_its_key_and_place(name, tmp_path, mo
 
 
 @pytest.mark.parametrize("name", ["own:", ":f", "my-parts:f", "a.b", "a:b.c", "a:b:c", "a..b:c", "1a:b"])
-def test_what_is_no_name_of_a_part_is_refused_with_what_is_allowed(name):
+def test_an_invalid_name_of_a_part_is_refused_with_what_is_allowed(name):
     with pytest.raises(UserError, match=r"""must be 'linear', 'sqrt' or 'cosine' or "package.module:name", a part"""):
         read_config(None, [f"--{KEY}", name])
 
@@ -127,7 +127,7 @@ def test_options_without_an_own_decay_are_refused_and_a_written_configuration_re
 # ------------------------------------------------------------------------------------------------------ code of the run
 
 
-def test_no_part_that_a_run_names_is_imported_without_the_users_own_word(tmp_path, monkeypatch):
+def test_no_part_that_a_run_names_is_imported_unless_the_command_names_it(tmp_path, monkeypatch):
     (tmp_path / "foreign_part.py").write_text("raise SystemExit('was run')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = configured("foreign_part:f")

@@ -1,4 +1,4 @@
-"""[distillation]: a frozen teacher beside the model, against formulas, against one process, and what is refused."""
+"""[distillation]: a model with a frozen teacher, compared with formulas and with one process, and what is refused."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ HOW = {"weight": 0.75, "temperature": 2.0}
 
 
 def written(folder: Path, name: str, flavor: str, seed: int = 1, sharpened: float = 20.0) -> str:
-    """A folder in Hugging Face's format of a model's initial weights. sharpened: a factor on its logits."""
+    """A folder in Hugging Face's format with a model's initial weights. sharpened: a factor on its logits."""
     family = load_family(name, flavor)
     model = family.on_meta()
     initialize(model, family, seed, torch.device("cpu"))
@@ -66,7 +66,7 @@ def trajectory(pools: dict[int, Pool], degrees: dict[str, int], config: Config) 
 
 
 def exact(family: Family, weights: dict[str, torch.Tensor]) -> Decoder:
-    """A model of one process in float64, without titanlite's surgery."""
+    """A float64 model on one process, without titanlite's changes."""
     with torch.device("meta"):
         model: Decoder = family.module.Model(family.config)
     model.load_state_dict({name: value.double() for name, value in weights.items()}, assign=True)
@@ -136,7 +136,7 @@ def test_the_head_gives_each_chunk_the_teachers_logits_of_its_own_tokens(chunk):
 
 
 def test_a_model_that_is_its_own_teacher_has_no_loss(pools, tmp_path):
-    """Its own logits come from the same kernels; float32 leaves a sum over 512 tokens of the vocabulary."""
+    """Its own logits come from the same kernels; float32 leaves the rounding of a sum over 512 vocabulary entries."""
     itself = written(tmp_path / "itself", "tests.tiny", "plain", seed=0, sharpened=1.0)
     config = configured(ONE, itself, distillation={"teacher": itself, "weight": 1.0})
     found = trajectory(pools, ONE, config.model_copy(update={"training": config.training.model_copy(update={"steps": 1})}))
@@ -222,7 +222,7 @@ def faults_of(folder: str, ranks: int = 1, **keys: Any) -> list[str]:
     return [line.strip() for line in str(refused.value).splitlines() if "." in line][1:]
 
 
-def test_a_teacher_of_other_tokens_is_refused_with_both_numbers(teacher):
+def test_a_teacher_with_another_vocabulary_is_refused_with_both_sizes(teacher):
     (fault,) = faults_of(teacher)
     assert (
         fault
@@ -267,7 +267,7 @@ def test_another_tokenizer_in_the_teachers_folder_is_refused(tmp_path):
     assert fault.startswith("distillation.teacher = ") and "model.hf_assets_path have different ids for" in fault
 
 
-def test_a_loss_of_ones_own_takes_the_teachers_logits_if_there_is_a_teacher_and_only_then(tmp_path):
+def test_an_own_loss_gets_the_teachers_logits_only_if_there_is_a_teacher(tmp_path):
     folder = written(tmp_path / "teacher", "tests.tiny", "large")
     (fault,) = faults_of(folder, training={"loss": "tests.own.parts:smoothed"})
     assert "must take logits, labels, teacher_logits, then its options by keyword" in fault

@@ -25,11 +25,11 @@ from titanlite.registry.family import load_family
 from titanlite.tools.open_model import open_model
 from titanlite.transforms.meta import on_meta
 
-DECAY = 0.8  # which the third update reaches
+DECAY = 0.8  # reached at the third update
 
 
 def share(updates: float) -> float:
-    """Of the newest weights in the average, after so many updates."""
+    """The share of the newest weights in the average, after this many updates."""
     return max(1 - DECAY, 9 / (10 + updates))
 
 
@@ -40,9 +40,9 @@ def averaged(pools, degrees: Degrees, folder: Path, steps: int, **sections: Any)
 
 
 def assert_closed_form(folder: Path, first: int, last: int, begun: int = 0) -> dict[str, Tensor]:
-    """Each checkpoint's average is that of the one before, moved towards the weights; returns the last tensors.
+    """Asserts that each checkpoint's average is the previous one, moved towards the weights; returns the last tensors.
 
-    begun: the step after which the average began.
+    begun: the step after which the average started.
     """
     before = stored(folder, first)
     for step in range(first + 1, last + 1):
@@ -81,13 +81,13 @@ def test_the_average_is_the_closed_form_of_the_weights_of_all_steps(pools, tmp_p
     }
 
 
-def test_the_average_goes_on_from_mesh_to_mesh(pools, tmp_path):
+def test_the_average_continues_on_other_meshes(pools, tmp_path):
     for degrees, steps in ((TWO_BY_TWO, 2), (ONE, 4), (STAGES, 6)):
         averaged(pools, degrees, tmp_path, steps, training={"local_batch_size": 2 if degrees == TWO_BY_TWO else 4})
     assert_closed_form(tmp_path, 1, 6)
 
 
-def test_a_resume_may_begin_an_average_from_the_weights_and_end_it_and_says_so(pools, tmp_path):
+def test_a_resume_may_start_or_end_an_average_and_logs_it(pools, tmp_path):
     keys = {"checkpoint": {"interval": 1}}
     (begun,) = [
         train(pools, ONE, tmp_path, steps, optimizer={"ema_decay": decay}, **keys)[0] for steps, decay in ((2, 0.0), (4, DECAY))
@@ -106,7 +106,7 @@ def test_a_resume_may_begin_an_average_from_the_weights_and_end_it_and_says_so(p
     assert not any(name.startswith("ema.") for name in stored(tmp_path, 5))
 
 
-def test_weights_that_are_loaded_are_what_a_new_average_begins_with(pools, tmp_path):
+def test_a_new_average_starts_from_the_loaded_weights(pools, tmp_path):
     run(pools, ONE, tmp_path / "first", 3)
     source = tmp_path / "first/checkpoint/step-00000003"
     averaged(pools, ONE, tmp_path / "second", 1, checkpoint={"initial_load_path": str(source)})
@@ -142,7 +142,7 @@ def test_a_skipped_step_does_not_move_the_average(group_of_one, skipped):
 # ------------------------------------------------------------------------------------------------------- what it is for
 
 
-def test_validation_measures_the_average_too_and_training_goes_on_as_without(pools, tmp_path, monkeypatch):
+def test_validation_measures_the_average_and_does_not_change_training(pools, tmp_path, monkeypatch):
     validation = {"enable": True, "freq": 2, "steps": 2}
     run(pools, TWO_BY_TWO, tmp_path / "without", 4, validation=validation)
     averaged(pools, TWO_BY_TWO, tmp_path / "with", 4, validation=validation)
@@ -150,11 +150,11 @@ def test_validation_measures_the_average_too_and_training_goes_on_as_without(poo
     for key in ("loss", "grad_norm", "validation_loss"):
         assert [report.get(key) for report in found] == [report.get(key) for report in plain]
     last = found[-1]
-    assert last["validation_loss_ema"] - last["validation_loss"] > 1e-3  # it lags behind
+    assert last["validation_loss_ema"] - last["validation_loss"] > 1e-3  # the average lags behind
     assert "validation_loss_ema" not in plain[-1]
     # the loss of a model whose weights are the average
     source = tmp_path / "with/checkpoint/step-00000004"
-    of_the_run = manifest.read(source).numbers["data"]["tokenizer"]  # of tokens that no tokenizer has made
+    of_the_run = manifest.read(source).numbers["data"]["tokenizer"]  # the tokens come from no tokenizer
     monkeypatch.setattr(exporting, "tokenizer_digest", lambda _: of_the_run)
     exporting.export(source, tmp_path / "hf", named="tests.tiny", average=True)
     run(pools, ONE, tmp_path / "of it", 1, validation=validation, optimizer={"lr": 1e-20, "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""training.predict_further: multi-token prediction against a plain loop, against one process, and what is refused."""
+"""training.predict_further: multi-token prediction compared with a plain loop and with one process, and what is refused."""
 
 import copy
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_labels_end_with_their_row_and_their_document():
     tokens = torch.randint(100, (2, 13), generator=draw)
     documents = torch.tensor([[0] * 5 + [1] * 2 + [2] * 5, [0] * 12], dtype=torch.int32)
     counted = torch.rand(2, 13, generator=draw) < 0.8
-    counted[0, [5, 7, 12]] = False  # the first token of a document is no label
+    counted[0, [5, 7, 12]] = False  # the first token of a document is not a label
     batch = Batch(tokens, counted, documents)
     for depth in (1, 2, 3):
         read, labels = batch.further(depth)
@@ -105,7 +105,7 @@ def test_labels_end_with_their_row_and_their_document():
 
 
 @pytest.mark.parametrize("name", family_names())
-def test_the_tables_of_every_family_cover_its_further_depths(name):
+def test_the_tables_of_every_family_cover_its_mtp_modules(name):
     config = config_of({}, model={"name": name, "flavor": "debug"}, training={"predict_further": DEPTHS})
     family = family_of(config.model)
     model = on_meta(family, config)
@@ -114,7 +114,7 @@ def test_the_tables_of_every_family_cover_its_further_depths(name):
     assert ours == [(each.shape, each.dtype) for each in [*model.layers.values()][-1].parameters()]
 
 
-def test_muon_updates_the_matrices_of_further_depths():
+def test_muon_updates_the_matrices_of_mtp_modules():
     config = configured(ONE, optimizer={"name": "Muon"})
     model = on_meta(family_of(config.model), config)
     matrices = {n for n, p in model.named_parameters() if is_orthogonalized(n, p, config.optimizer)}
@@ -165,7 +165,7 @@ def test_a_mesh_trains_as_one_process_does(pools, cell):
 
 @pytest.mark.parametrize("mesh", slow_but(["context 2"], ["shard 2 x tp 2", "context 2", "replicate 2 x shard 2"]))
 def test_a_mesh_trains_on_documents_as_one_process_does(pools, mesh):
-    """The number of labels of a depth then differs from rank to rank, and is not what rows and depth say."""
+    """The number of labels of an MTP module then differs between ranks, and does not follow from rows and depth."""
 
     def run(mesh: str) -> Trajectory:
         cell = PLAIN | {"mesh": mesh, "documents": "many", "accumulation": "2"}
@@ -176,7 +176,7 @@ def test_a_mesh_trains_on_documents_as_one_process_does(pools, mesh):
     assert [str(each) for each in compare(run(mesh), run("one process")).excessive] == []
 
 
-def test_blocks_of_further_depths_need_no_graph_of_their_own(pools):
+def test_blocks_of_mtp_modules_need_no_graph_of_their_own(pools):
     config = configured({"tp": 2}, compile={"enable": True, "backend": "aot_eager"})
     assert pools[2].run("tests.distributed.scenarios:trajectory", degrees={"tp": 2}, config=config)[0][1] == GRAPHS
 
@@ -192,7 +192,7 @@ def test_another_precision_differs_by_its_rounding(pools, precision):
 # ------------------------------------------------------------------------------------------------ runs and their checkpoints
 
 
-def test_a_run_reports_the_further_loss_resumes_bit_for_bit_and_leaves_a_model_without_it(pools, tmp_path, caplog, monkeypatch):
+def test_a_run_reports_the_mtp_loss_resumes_bit_for_bit_and_exports_a_model_without_mtp(pools, tmp_path, caplog, monkeypatch):
     keys: dict[str, Any] = {"training": {"predict_further": 1, "predict_further_weight": WEIGHT}}
     keys["validation"] = {"enable": True, "steps": 1, "freq": STEPS}
     keys["optimizer"] = {"ema_decay": 0.9}
@@ -208,7 +208,7 @@ def test_a_run_reports_the_further_loss_resumes_bit_for_bit_and_leaves_a_model_w
     assert 0 < last["further_loss"] < first["further_loss"]
 
     checkpoint = tmp_path / f"whole/checkpoint/step-{STEPS:08d}"
-    of_the_run = manifest.read(checkpoint).numbers["data"]["tokenizer"]  # of tokens that no tokenizer has made
+    of_the_run = manifest.read(checkpoint).numbers["data"]["tokenizer"]  # the tokens come from no tokenizer
     monkeypatch.setattr(exporting, "tokenizer_digest", lambda _: of_the_run)
     exported = exporting.export(checkpoint, tmp_path / "hf", named="tests.tiny")
     assert "training.predict_further are not exported" in caplog.text
@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
 
 
 def faults_of(folder: Path, ranks: int, **keys: Any) -> list[str]:
-    """Those that name the number of MTP modules."""
+    """The faults that name the number of MTP modules."""
     model = {"name": "tests.tiny", "flavor": "large", **keys.pop("model", {})}
     training = {"local_batch_size": 2, **keys.pop("training", {})}
     config = configured({}, training=training, model=model, job={"dump_folder": str(folder)}, **keys)
@@ -247,13 +247,13 @@ def faults_of(folder: Path, ranks: int, **keys: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_excludes_it_is_refused_with_both_keys(tmp_path, case):
+def test_keys_that_exclude_mtp_are_refused_with_both_keys(tmp_path, case):
     ranks, keys, named = REFUSED[case]
     (fault,) = faults_of(tmp_path, ranks, **copy.deepcopy(keys))
     assert named in fault
 
 
-def test_a_model_whose_blocks_cannot_be_cut_apart_is_refused(tmp_path, monkeypatch):
+def test_a_model_whose_blocks_cannot_be_separated_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "LIMITS", {"stages": False}, raising=False)
     (fault,) = faults_of(tmp_path, 1)
     assert "LIMITS of tests.tiny" in fault
@@ -262,7 +262,7 @@ def test_a_model_whose_blocks_cannot_be_cut_apart_is_refused(tmp_path, monkeypat
 # ---------------------------------------------------------------------------------------------------------------- predictions
 
 
-def test_a_prediction_and_the_reported_flops_count_projections_blocks_and_the_head_again():
+def test_predicted_and_reported_flops_count_projections_blocks_and_head_of_mtp_modules():
     plain, config = (configured({"dp_shard": 2}, training={"predict_further": depths}) for depths in (0, DEPTHS))
     without, found = (predict(each, 2, "cpu") for each in (plain, config))
     family = family_of(config.model)
@@ -272,7 +272,7 @@ def test_a_prediction_and_the_reported_flops_count_projections_blocks_and_the_he
     numbers = 6 * (matrices + DEPTHS * c.dim * c.vocab_size) + 12 * DEPTHS * c.n_heads * c.head_dim * length
     assert training_flops(family, config).palm - training_flops(family, plain).palm == numbers
     tokens = config.training.local_batch_size * length
-    # of attention, the backward pass of a fused kernel computes the scores again
+    # the backward pass of a fused attention kernel recomputes the scores
     assert found.work.flops - without.work.flops == pytest.approx(tokens * numbers, rel=0.02)
     norms = DEPTHS * 4 * c.dim
     assert found.memory.masters - without.memory.masters == 4 * (matrices + norms) // 2

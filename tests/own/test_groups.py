@@ -1,4 +1,4 @@
-"""[[optimizer.groups]]: the rates and decays of parameters, and frozen ones, without gradient and state on any mesh."""
+"""[[optimizer.groups]]: rates and decays of parameters, and frozen parameters without gradient and state, on any mesh."""
 
 import math
 from typing import Any
@@ -60,7 +60,7 @@ def test_each_parameter_has_the_rate_and_decay_of_the_first_entry_that_matches()
 
 @pytest.mark.parametrize("keys", [{"name": "AdamW"}, {"name": "Muon", "implementation": "for-loop"}], ids=str)
 def test_a_step_with_factors_is_that_of_an_optimizer_with_these_rates(keys, group_of_one):
-    """Every parameter's step equals that of a run in which all have its rate and decay."""
+    """Every parameter's step equals that of a run in which all parameters have its rate and decay."""
 
     def after(groups: list[dict[str, Any]], lr: float, decay: float) -> dict[str, torch.Tensor]:
         config = config_of(ONE, optimizer={"groups": groups, "weight_decay": decay, **keys})
@@ -121,7 +121,7 @@ def test_an_entry_without_effect_is_refused_with_its_number_and_pattern(groups, 
     assert words in str(refused.value) and str(refused.value).startswith("optimizer.groups")
 
 
-def test_a_group_of_what_lora_freezes_is_refused_and_one_of_adapters_is_not():
+def test_a_group_of_weights_that_lora_freezes_is_refused_and_one_of_adapters_is_not():
     keys = {"lora.enable": True, "lora.rank": 4}
     with pytest.raises(UserError, match=r"entry 1: .*: all of its parameters are frozen already"):
         on_meta(FAMILY, configured([{"pattern": "embed.*", "lr": 0.1}], **keys))
@@ -140,7 +140,7 @@ def test_a_stage_without_a_trained_block_and_muon_without_a_matrix_are_refused()
     assert fault.startswith('optimizer.name = "Muon": the model has no trained matrix')
 
 
-def test_muon_leaves_nothing_to_adamw_where_all_else_is_frozen(group_of_one):
+def test_muon_runs_without_adamw_if_all_other_parameters_are_frozen(group_of_one):
     groups = [{"pattern": "layers.*.w?.weight"}, {"pattern": "*", "frozen": True}]
     config = with_keys(configured(groups), {"optimizer.name": "Muon", "optimizer.implementation": "for-loop"})
     model = llama3.Model(FAMILY.config)
@@ -245,7 +245,7 @@ def test_frozen_parameters_keep_their_values(pools, tmp_path):
             assert torch.equal(late[name], tensor) == ("ffn.w1" in name or "ffn.w3" in name), name
 
 
-def test_a_resume_that_thaws_parameters_names_the_state_that_is_missing_and_how_to_begin_without(pools, tmp_path):
+def test_a_resume_that_unfreezes_parameters_names_the_missing_state_and_the_remedy(pools, tmp_path):
     thawed = {"optimizer": {"groups": GROUPS[::2]}}
     run(pools, ONE, tmp_path, 4, optimizer={"groups": GROUPS})
     with pytest.raises(WorkerFailure, match=r"(?s)optimizer\.groups = .*--checkpoint\.allow_changes optimizer\.groups"):

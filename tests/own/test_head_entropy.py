@@ -1,4 +1,4 @@
-"""A metric of one's own that needs what is inside of the blocks, on every kind of mesh; tests/own/parts.py has it."""
+"""An own metric that reads intermediate values of blocks, on every kind of mesh; it is in tests/own/parts.py."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ CELLS: dict[str, tuple[Degrees, dict[str, Any]]] = {
 
 
 def entropies(pools, folder, degrees: Degrees, keys: dict[str, Any]) -> dict[str, float]:
-    """What is reported after a step."""
+    """The values reported after a step."""
     config = run_config(degrees, folder, 1, checkpoint={"enable": False}, **keys)
     extra = {"extra": ["tests.own.parts:head_entropy"], "extra_options": {"head_entropy": {"every": 4}}}
     config = config.model_copy(update={"metrics": config.metrics.model_copy(update=extra)})
@@ -48,7 +48,7 @@ def test_the_entropy_of_each_head_is_that_of_one_process(pools, tmp_path, cell):
 
 
 def uniform() -> tuple[dict[str, tuple[float, int]], float]:
-    """The metric of a model whose heads attend to all tokens of a document alike, and the entropy that this has."""
+    """The metric of a model whose heads attend uniformly to all tokens of a document, and the expected entropy."""
     config = config_of(ONE, training={"document_mask": True})
     model = build_model(family_of(config.model), config, mesh_of(ONE), CPU)
     batch = first_microbatch(config, mesh_of(ONE))

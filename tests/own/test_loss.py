@@ -12,7 +12,7 @@ from titanlite.loop.loss import faults
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
 
-# The function's body, its options, and what the one message says beside key and file.
+# The function's body, its options, and the message besides key and file.
 WRONG = {
     "of the chunk": ("(logits.logsumexp(-1)).mean()", {}, "returns a tensor of shape () for 3 tokens"),
     "no tensor": ("0.5", {}, "returns 0.5 for 3 tokens"),
@@ -30,7 +30,7 @@ def faults_of(loss: str, **options) -> list[str]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_loss_is_one_message_with_its_key_and_place(case, tmp_path, monkeypatch):
+def test_a_wrong_loss_is_one_message_with_its_key_and_line(case, tmp_path, monkeypatch):
     body, options, said = WRONG[case]
     module = f"wrong_{list(WRONG).index(case)}"
     file = tmp_path / f"{module}.py"
@@ -41,7 +41,7 @@ def test_a_wrong_loss_is_one_message_with_its_key_and_place(case, tmp_path, monk
     assert fault.startswith("training.loss") and (options or str(file) in fault)
 
 
-def test_a_right_loss_is_not_refused():
+def test_a_correct_loss_is_not_refused():
     assert faults_of("tests.own.parts:smoothed", share=0.2) == []
 
 

@@ -1,4 +1,4 @@
-"""A family's factors on rates and initial weights, and muP, which is such factors: models/mup.py."""
+"""A family's factors on rates and initial weights, and muP, which consists of such factors: models/mup.py."""
 
 import re
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def factors_of(config: Config) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------- factors
 
 
-def test_rates_of_matrices_fall_with_the_width_and_groups_multiply_them():
+def test_rates_of_matrices_decrease_with_the_width_and_groups_multiply_them():
     """Width 64 with base 16: a quarter, and half of that for layer 0, whose entry has lr = 0.5."""
     found = factors_of(configured(optimizer={"groups": [{"pattern": "layers.0.*", "lr": 0.5}]}))
     assert found["layers.1.attention.wq.weight"] == found["layers.1.ffn.w2.weight"] == found["head.output.weight"] == 0.25
@@ -59,14 +59,14 @@ def test_routers_and_experts_have_rates_of_matrices():
     assert found["layers.0.ffn.router.weight"] == found["layers.1.ffn.experts.w2"] == 0.25
 
 
-def test_muon_takes_the_root_for_matrices_and_the_factor_for_routers_and_adamw_that_for_the_head(group_of_one):
+def test_muon_scales_matrices_by_the_root_of_the_factor_and_routers_and_the_head_by_the_factor(group_of_one):
     found = factors_of(configured("qwen3_moe", MOE, optimizer={"name": "Muon", "implementation": "for-loop"}))
     assert found["layers.0.attention.wq.weight"] == found["layers.0.ffn.experts.w1"] == 0.5
     assert (found["layers.0.ffn.router.weight"], found["head.output.weight"], found["embed.weight"]) == (0.25, 0.25, 1.0)
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("llama3", DENSE), ("qwen3", DENSE), ("qwen3_moe", MOE)])
-def test_initial_deviations_fall_with_the_root_and_those_of_outputs_with_the_width(name, overrides):
+def test_initial_deviations_decrease_with_the_root_of_the_width_and_those_of_outputs_with_the_width(name, overrides):
     found, faults = match_initial((family := load_family(name, "debug", overrides=overrides)).on_meta(), family)
     assert faults == []
     standard = load_family(name, "debug", overrides=overrides | {"mup_base_dim": "none"})
@@ -92,7 +92,7 @@ def test_without_a_base_width_and_at_the_base_width_nothing_changes():
 
 
 def test_the_export_needs_no_multiplier():
-    """A model with muP is the same function of its weights as one without, so config.json lacks nothing."""
+    """A model with muP is the same function of its weights as one without, so config.json needs no new key."""
     family, wide = load_family("llama3", "debug", overrides=DENSE), {**DENSE, "mup_base_dim": "none"}
     assert name_faults(family) == []
     standard = load_family("llama3", "debug", overrides=wide)
@@ -161,7 +161,7 @@ def test_weights_losses_and_gradients_are_those_of_one_process(pools, mesh):
 
 
 @pytest.mark.slow
-def test_activations_stay_as_large_with_mup_and_grow_without():
+def test_activations_keep_their_size_with_mup_and_grow_without():
     family = load_family("llama3", "debug", overrides={"mup_base_dim": 64, "n_layers": 2})
     assert growing(measure(family)) == []
     standard = measure(load_family("llama3", "debug", overrides={"n_layers": 2}))
@@ -171,7 +171,7 @@ def test_activations_stay_as_large_with_mup_and_grow_without():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [llama3, qwen3_moe])
-def test_the_coordinate_check_finds_a_rate_that_does_not_fall(module, monkeypatch):
+def test_the_coordinate_check_finds_a_rate_that_does_not_decrease(module, monkeypatch):
     monkeypatch.setattr(module, "lr_scale", lambda config: {"*": 1.0})
     family = load_family(module.__name__.rpartition(".")[2], "debug", overrides={"mup_base_dim": 64, "n_layers": 2})
     assert growing(measure(family))

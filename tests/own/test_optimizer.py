@@ -33,7 +33,7 @@ def state(value: str) -> str:
     return HEAD + MOVE + f"                self.state[p]['kept'] = {value}\n"
 
 
-# The module, the options, and what the one message says beside the class with its file and line.
+# The module, the options, and the message besides the class with its file and line.
 WRONG = {
     "raises at once": (HEAD.replace("super()", "1 / 0; super()") + MOVE, {}, "fails at MODULE, line 4: ZeroDivisionError"),
     "raises in its step": (HEAD + "                raise OSError('no')\n", {}, "fails at MODULE, line 9: OSError('no')"),
@@ -84,7 +84,7 @@ def faults_of(config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_optimizer_is_one_message_with_its_class_and_place(case, tmp_path, monkeypatch):
+def test_a_wrong_optimizer_is_one_message_with_its_class_and_line(case, tmp_path, monkeypatch):
     text, options, said = WRONG[case]
     module = f"wrong_optimizer_{list(WRONG).index(case)}"
     file = tmp_path / f"{module}.py"
@@ -127,13 +127,13 @@ def test_decays_of_groups_need_a_class_that_takes_them():
 @pytest.mark.parametrize(
     "training", [{"dtype": "bfloat16"}, {"mixed_precision_param": "float16"}, {"on_nonfinite": "skip"}], ids=str
 )
-def test_what_needs_more_of_an_optimizer_is_refused(training):
+def test_features_that_an_own_optimizer_cannot_support_are_refused(training):
     name = "tests.own.parts:Lion"
     found = [fault for fault in build.faults(config_of({}, optimizer={"name": name}, training=training)) if name in fault]
     assert len(found) == 1 and next(iter(training)) in found[0]
 
 
-def test_estimate_and_disk_check_count_the_state_that_the_class_makes():
+def test_estimate_and_disk_check_count_the_state_of_the_class():
     config = configured("tests.own.parts:Lion")
     model = on_meta(family_of(config.model), config)
     values = sum(p.numel() for p in model.parameters())
@@ -142,7 +142,7 @@ def test_estimate_and_disk_check_count_the_state_that_the_class_makes():
     assert predict(config, 1).memory.moments == 4 * values
 
 
-def test_verify_says_where_the_class_stands_if_meshes_differ():
+def test_verify_names_the_file_and_line_of_the_class_if_meshes_differ():
     (line,) = own_parts(configured("tests.own.parts:Lion"))
     assert line.startswith('optimizer.name = "tests.own.parts:Lion" (')
     assert f"parts.py, line {inspect.getsourcelines(Lion)[1]})" in line

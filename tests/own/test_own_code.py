@@ -1,4 +1,4 @@
-"""metrics.extra and hooks.modules: on every mesh, what is refused, and the code as part of a run."""
+"""metrics.extra and hooks.modules: their effect on every mesh, what is refused, and the code as part of a run."""
 
 import importlib
 import sys
@@ -29,7 +29,7 @@ def with_own_code(metrics: dict[str, Any] | None = None, hooks: list[str] | None
 
 
 def watched_run(degrees: Degrees, folder: Path) -> list[str]:
-    """What the hooks of a run were called for, on each rank."""
+    """The calls of a run's hooks, on each rank."""
     config = run_config(
         degrees,
         folder,
@@ -63,7 +63,7 @@ def test_metrics_and_hooks_work_on_every_mesh(pools, tmp_path):
             ]:
                 assert report[key] == pytest.approx(expected[key], rel=1e-5), (name, key)
     assert "extra/mean_square/layers.1.ffn.w2.weight" in found["one"][0]
-    assert "extra/logit_entropy" not in found["stages"][0]  # no stage can run alone
+    assert "extra/logit_entropy" not in found["stages"][0]  # no stage can run on its own
     assert 1 < found["one"][0]["extra/logit_entropy"] < 6.24  # log 512
 
 
@@ -93,7 +93,7 @@ def test_a_run_with_metrics_trains_as_one_without(pools, tmp_path):
 
 
 def followed(config: Config) -> list[str]:
-    """What hooks are called for by `verify` and `replay`."""
+    """The hook calls by `verify` and `replay`."""
     trajectory({}, config)
     return watching.CALLS
 
@@ -185,7 +185,7 @@ def test_a_wrong_result_is_one_message_with_file_and_line(name, wrong, group_of_
         OwnCode(config).values(1, {"loss": 1.0}, model, batch)
 
 
-def test_a_hook_that_raises_ends_the_run_with_its_place(wrong):
+def test_a_hook_that_raises_ends_the_run_with_its_line(wrong):
     wrong("\ndef after_step(step, model, optimizer):\n    raise KeyError(step)\n")
     with pytest.raises(
         UserError, match=r'^hooks.modules = "wrong_code": after_step: fails \(.*wrong_code.py, line 3\): KeyError\(7\)'
@@ -202,7 +202,7 @@ def test_two_metrics_of_one_name_are_refused(wrong):
 # ------------------------------------------------------------------------------------------------------ code of the run
 
 
-def test_hooks_are_code_of_the_run_and_metrics_are_in_its_provenance_alone():
+def test_hooks_belong_to_the_code_of_a_run_and_metrics_only_to_its_provenance():
     config = with_own_code({"extra": ["tests.own.parts:mean_square"]}, ["tests.own.watching"])
     assert "tests.own.watching" in source_of_parts(config)
     assert "tests.own.parts" not in source_of_parts(config)

@@ -40,7 +40,7 @@ def sections_of(cell: str, optimizer: str = LION) -> dict[str, Any]:
 
 
 def excessive(pools: dict[int, Pool], cell: str, optimizer: str = LION, loss: str = SMOOTHED) -> list[str]:
-    """What differs by more than rounding from one process."""
+    """Differences from one process beyond rounding."""
     degrees, _, accumulation = CELLS[cell]
     found = []
     for mesh, microbatches in ((degrees, accumulation), (ONE, 1)):
@@ -76,7 +76,7 @@ def test_a_stream_and_the_other_parts_resume_bit_for_bit_and_train_as_on_one_pro
 
 
 class OfTheShard(Lion):
-    """Divides by a norm of the shard, which another mesh cuts otherwise; its state is as it should be."""
+    """Divides by a norm of the shard, which differs between meshes; its state is correct."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -87,7 +87,7 @@ class OfTheShard(Lion):
 
 
 class OfTheRank(Lion):
-    """Moves further on other ranks."""
+    """Takes larger steps on other ranks."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -109,7 +109,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_depends_on_the_rank_or_its_shard_is_found_where_meshes_are_compared(pools, case):
+def test_code_that_depends_on_the_rank_or_its_shard_is_found_by_comparing_meshes(pools, case):
     assert excessive(pools, "2 x 2", **WRONG[case])
 
 

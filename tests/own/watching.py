@@ -1,4 +1,4 @@
-"""Hooks that write down when they are called, and change weights; for tests/own/test_own_code.py."""
+"""Hooks that record their calls and change weights; for tests/own/test_own_code.py."""
 
 CALLS: list[str] = []
 

@@ -53,7 +53,7 @@ def test_the_first_address_that_can_be_bound_must_not_be_a_loopback(resolver, kn
     assert addresses.hostname_fault() == (expected if said else "")
 
 
-def test_only_ranks_of_several_nodes_are_refused_and_before_the_process_group(resolver, monkeypatch):
+def test_only_runs_on_several_nodes_are_refused_and_before_the_process_group(resolver, monkeypatch):
     def joined(*_, **__) -> None:
         raise InterruptedError("joined the store")
 
@@ -105,13 +105,13 @@ def environment(monkeypatch):
     ],
     ids=str,
 )
-def test_variables_that_another_launcher_has_left_are_named_at_once(environment, variables, named):
+def test_variables_of_another_launcher_are_named_at_once(environment, variables, named):
     environment(**variables)
     with pytest.raises(UserError, match=named):
         process.start(Config(), {})
 
 
-def test_a_launcher_names_what_another_one_has_left_and_its_ranks_do_not_see_it(environment, monkeypatch, capsys):
+def test_a_launcher_names_variables_of_another_one_and_hides_them_from_its_ranks(environment, monkeypatch, capsys):
     left = {"RANK": "3", "WORLD_SIZE": "8", "GROUP_RANK": "1", "MASTER_ADDR": "203.0.113.5", "TORCHELASTIC_RUN_ID": "x"}
     environment(**left, PET_LOCAL_ADDR="203.0.113.5", SLURM_PROCID="3", SLURM_NTASKS="8", TORCHELASTIC_HEALTH_CHECK_PORT="1")
     assert layout.read_layout().address == "localhost"
@@ -138,7 +138,7 @@ def answer_and_close(server: socket.socket) -> None:
             connection.close()
 
 
-def test_a_store_is_joined_at_its_address_and_nothing_else_is_taken_for_it(monkeypatch):
+def test_only_a_store_at_its_address_is_joined(monkeypatch):
     monkeypatch.setattr(addresses, "_ANSWERED_WITHIN", 0.5)
     with socket.create_server(("localhost", 0)) as other:
         taken = other.getsockname()[1]
@@ -153,7 +153,7 @@ def test_a_store_is_joined_at_its_address_and_nothing_else_is_taken_for_it(monke
         addresses.serve("nowhere.invalid")
 
 
-def test_a_store_that_comes_later_is_waited_for():
+def test_a_store_that_starts_later_is_waited_for():
     port = free_port()
     joined: list[object] = []
     waiting = threading.Thread(target=lambda: joined.append(addresses.join("localhost", port, 30.0)))
@@ -164,7 +164,7 @@ def test_a_store_that_comes_later_is_waited_for():
     assert joined[0].get("key") == b"value"
 
 
-def test_an_interface_that_is_not_there_is_named(monkeypatch):
+def test_a_missing_interface_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
     assert "GLOO_SOCKET_IFNAME=lo,nowhere0: must be an interface that is up; there are: lo" in addresses.gloo_fault()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")

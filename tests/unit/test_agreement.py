@@ -128,7 +128,7 @@ def test_all_ranks_get_the_same_message_with_each_difference_once(monkeypatch):
     assert text.count("node 7 has a = 3, node 7 has 1") == 1
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_a_missing_rank_is_named():
     expected = "TimeoutError: ranks that did not start within comm.init_timeout_seconds: "
     assert meet([{}, None, {}], seconds=0.5) == [f"{expected}1", "never ended", f"{expected}1"]
     assert meet([None, {}, {}], seconds=0.5)[1:] == [f"{expected}0"] * 2

@@ -94,7 +94,7 @@ CELLS = [(name, masked) for name in ["auto", *ON_CPU] for masked in MASKED if (n
 
 @pytest.mark.parametrize("prepare", [None, by_operation, whole_blocks])
 @pytest.mark.parametrize(("name", "masked"), CELLS, ids=[f"{name}-{MASKED[masked]}" for name, masked in CELLS])
-def test_every_kernel_of_a_cpu_computes_the_same_and_is_the_one_that_runs(name, prepare, masked):
+def test_every_cpu_kernel_computes_the_same_and_is_the_one_that_runs(name, prepare, masked):
     found, operations = step(config_of(name), masked, prepare)
     assert differ(found, step(config_of("math"), masked)[0]) < 1e-5
     layers = 2
@@ -106,7 +106,7 @@ def test_every_kernel_of_a_cpu_computes_the_same_and_is_the_one_that_runs(name, 
 
 
 @pytest.mark.parametrize("name", ["auto", *ON_CPU])
-def test_a_compiled_block_holds_the_kernel_that_was_chosen(name):
+def test_a_compiled_block_contains_the_chosen_kernel(name):
     config, graphs = config_of(name), Counter()
 
     def record(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -129,7 +129,7 @@ def test_a_compiled_block_holds_the_kernel_that_was_chosen(name):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(monkeypatch, masked):
+def test_heads_are_repeated_for_a_kernel_without_grouped_queries(monkeypatch, masked):
     """The efficient kernel is CUDA's; what is handed to it is the same as the mathematics gets from groups."""
     q, k, v = torch.randn(2, 8, 32, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
     documents = torch.stack([torch.repeat_interleave(row) for row in LENGTHS])
@@ -148,7 +148,7 @@ def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(monkeypatch, mas
 
 
 @pytest.mark.parametrize("queries", [1, 5])
-def test_under_a_dense_mask_a_gpu_takes_the_queries_of_a_group_for_rows_of_one_head(queries):
+def test_with_a_dense_mask_a_gpu_folds_the_queries_of_a_group_into_rows_of_one_head(queries):
     """So its fused kernel for masks, which knows no groups, gets keys and values as they are."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, length, 8, dtype=torch.float64) for heads, length in ((8, queries), (2, 32), (2, 32)))
@@ -159,7 +159,7 @@ def test_under_a_dense_mask_a_gpu_takes_the_queries_of_a_group_for_rows_of_one_h
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_forced_kernel_reads_flex_attentions_mask_as_the_dense_one(window):
+def test_a_forced_kernel_uses_the_dense_form_of_flex_attentions_mask(window):
     documents = torch.stack([torch.repeat_interleave(row) for row in LENGTHS])
     q, k, v = (torch.randn(2, 4, 32, 8) for _ in range(3))
     assert torch.equal(their._dense(block_mask(documents, window)), dense_mask(documents, window))
@@ -188,7 +188,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, major: int, able: set[str]) -> Non
         (8, {"efficient", "math"}, "efficient"),
     ],
 )
-def test_a_gpu_gets_the_first_of_its_order_that_it_can_run(monkeypatch, major, able, chosen):
+def test_a_gpu_gets_the_first_kernel_in_order_that_can_run(monkeypatch, major, able, chosen):
     fake_gpu(monkeypatch, major, able)
     model, config = model_of(config_of()), config_of()
     choose_attention(model, config, torch.device("cuda"))
@@ -251,7 +251,7 @@ def cannot(q: Tensor, k: Tensor, v: Tensor, *, mask: Any, backend: Any, **_: Any
     raise RuntimeError("no kernel for SM 70\nand more lines")
 
 
-def test_masks_are_for_triton_where_flash_attention_4_is_not_installed(monkeypatch):
+def test_masks_use_triton_if_flash_attention_4_is_not_installed(monkeypatch):
     fake_gpu(monkeypatch, 9, {"cudnn"})
     assert kernel_for_masks(config_of(**DOCUMENTS)) == (
         None,
@@ -268,7 +268,7 @@ def test_masks_are_for_triton_where_flash_attention_4_is_not_installed(monkeypat
         (cannot, None, "Triton's kernel: that of FlashAttention 4.0 failed: RuntimeError: no kernel for SM 70"),
     ],
 )
-def test_masks_are_for_flash_attention_4_where_it_computes_what_triton_does(monkeypatch, does, kernel, reason):
+def test_masks_use_flash_attention_4_if_it_computes_the_same_as_triton(monkeypatch, does, kernel, reason):
     with_flash4(monkeypatch, does)
     expected = kernel, f"cudnn, and FlexAttention ({reason}) where masked or capped"
     assert kernel_for_masks(config_of(mixed_precision_param="bfloat16", **DOCUMENTS)) == expected
@@ -281,7 +281,7 @@ def test_masks_are_for_flash_attention_4_where_it_computes_what_triton_does(monk
         (False, "gather", "FlexAttention (Triton's kernel: queries are a part of a sequence)"),
     ],
 )
-def test_flash_attention_4_is_not_tried_where_it_is_known_not_to_be_for_masks(monkeypatch, before_2_13, method, says):
+def test_flash_attention_4_is_not_tried_where_it_is_known_not_to_support_masks(monkeypatch, before_2_13, method, says):
     with_flash4(monkeypatch, right, before_2_13)
     assert kernel_for_masks(config_of(sections=OVER_RANKS.get(method), **DOCUMENTS)) == (None, says)
 
@@ -292,7 +292,7 @@ def test_flash_attention_4_is_tried_only_for_runs_with_masks(monkeypatch):
     assert not attention._flash4_fault.cache_info().misses
 
 
-def test_flex_attention_is_asked_for_the_kernel_that_was_chosen(monkeypatch):
+def test_flex_attention_gets_the_chosen_kernel(monkeypatch):
     asked = []
 
     def flex(*tensors: Tensor, kernel_options: Any = None, **_: Any) -> Tensor:
@@ -308,7 +308,7 @@ def test_flex_attention_is_asked_for_the_kernel_that_was_chosen(monkeypatch):
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_tiles_are_the_mathematics_at_every_length(length, scale):
+def test_tiles_equal_the_formula_at_every_length(length, scale):
     parts, results = [torch.randn(2, heads, length, 16, dtype=torch.float64) for heads in (6, 2, 2)], []
     for backend in (TILES, SDPBackend.MATH):
         q, k, v = (part.clone().requires_grad_() for part in parts)
@@ -351,7 +351,7 @@ def test_tiles_keep_16_bits_and_are_as_exact_as_flash():
         (512, "bfloat16", {"compile": {"enable": True, "backend": "eager"}}, False, None),
     ],
 )
-def test_a_cpu_takes_tiles_where_they_are_faster(monkeypatch, seq_len, precision, sections, amx, backend):
+def test_a_cpu_uses_tiles_where_they_are_faster(monkeypatch, seq_len, precision, sections, amx, backend):
     monkeypatch.setattr(attention.torch_private, "has_amx", lambda: amx, raising=False)
     config = config_of(sections=sections, seq_len=seq_len, mixed_precision_param=precision)
     model = model_of(config)
@@ -384,7 +384,7 @@ def refused(config: Config) -> list[str]:
     return list(attention_faults(config, family_of(config.model)))
 
 
-def test_tiles_take_no_masks_and_are_for_cpus_alone(monkeypatch):
+def test_tiles_take_no_masks_and_run_only_on_cpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refused(config_of("tiles")) == []
     (fault,) = refused(config_of("tiles", document_mask=True))
@@ -400,7 +400,7 @@ HALF = {"mixed_precision_param": "bfloat16"}
 
 
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if "cuda" in kernel.devices])
-def test_on_a_gpu_what_a_forced_kernel_cannot_do_is_refused(monkeypatch, name):
+def test_on_a_gpu_a_forced_kernel_is_refused_where_it_cannot_run(monkeypatch, name):
     fake_gpu(monkeypatch, 9, set())
     masks, halves = name in ("efficient", "math"), name in ("cudnn", "flash")
     assert refused(config_of(name, **HALF)) == []

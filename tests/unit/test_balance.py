@@ -92,7 +92,7 @@ def test_a_bias_rises_for_experts_below_the_mean_falls_above_it_and_does_not_mov
     assert torch.equal(router.bias, before + torch.tensor([0.25, 0, -0.25, -0.25, 0.25, -0.25]))
 
 
-def test_reports_say_how_uneven_the_load_is():
+def test_reports_have_the_load_imbalance():
     layer = mixture(bias=True)
     router = start_counting(layer)
     router.step_counts.copy_(torch.tensor([0, 2, 2, 2, 2, 4]))

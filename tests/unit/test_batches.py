@@ -82,7 +82,7 @@ def test_global_batches_are_the_same_on_any_number_of_ranks_with_accumulation_an
             assert same(later, reference[resumed:])
 
 
-def test_two_workers_read_what_none_reads_on_any_number_of_ranks_and_after_resuming(sources):
+def test_two_workers_read_the_same_as_none_on_any_number_of_ranks_and_after_resuming(sources):
     keys = POLICIES["pack, apart"]
     data = mix_of(sources, config_of(**keys))
     reference = global_batches(data, config_of(**keys), 1, 6)
@@ -113,7 +113,7 @@ class Slow(Data):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_source_that_stalls_is_named_with_file_and_sample_again_and_again(sources, caplog, monkeypatch, tmp_path, workers):
+def test_a_source_that_stalls_is_named_repeatedly_with_file_and_sample(sources, caplog, monkeypatch, tmp_path, workers):
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     data = mix_of(sources, config_of())
     data.__class__, data.go = Slow, tmp_path / "go"
@@ -171,7 +171,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named(tmp_path, policy, su
 
 
 @pytest.mark.parametrize("prepared", [(), (0, 1, 2, 3), (1, 3)], ids=["none", "all", "every other"])
-def test_batches_prepared_ahead_are_the_same(sources, prepared):
+def test_prefetched_batches_are_the_same(sources, prepared):
     def read() -> Batches:
         return Batches(StepDataset(config_of(), mix_of(sources, config_of()), (0, 1)))
 
@@ -183,7 +183,7 @@ def test_batches_prepared_ahead_are_the_same(sources, prepared):
             assert torch.equal(found, wanted) if wanted is not None else found is None
 
 
-def test_a_cpu_waits_for_all_that_it_reads(sources, monkeypatch):
+def test_on_a_cpu_all_reading_counts_as_waiting(sources, monkeypatch):
     source = Batches(StepDataset(config_of(), mix_of(sources, config_of()), (0, 1)))
     read = source._read
     monkeypatch.setattr(source, "_read", lambda: time.sleep(0.05) or read())
@@ -203,7 +203,7 @@ def workers() -> set[int]:
     return {int(pid) for pid in found[0]}
 
 
-def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
+def test_a_killed_worker_is_reported_and_not_waited_for(sources):
     before = workers()
     source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), (0, 1)))
     next(source)
@@ -214,7 +214,7 @@ def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
             next(source)
 
 
-def test_workers_do_not_hear_of_a_stop_that_is_asked_of_all_processes_and_end_with_close(sources):
+def test_workers_ignore_a_stop_signal_to_all_processes_and_end_with_close(sources):
     before = workers()
     source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), (0, 1)))
     (worker,) = workers() - before
@@ -261,7 +261,7 @@ def test_workers_and_their_server_end_with_a_rank_that_is_killed(sources, tmp_pa
     until(lambda: not marked(str(tmp_path), "THIS_RUN"))
 
 
-def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):
+def test_unread_batches_leave_nothing_behind(sources):
     import threading
 
     before = set(threading.enumerate())

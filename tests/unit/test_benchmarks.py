@@ -98,7 +98,7 @@ def test_every_loss_curve_is_a_configuration_without_faults_and_the_report_has_i
 
 
 @pytest.mark.slow
-def test_throughput_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path):
+def test_throughput_measures_contestants_with_equal_losses_and_refuses_others(tmp_path):
     output = tmp_path / "results" / "throughput_a.json"
     words = ["--device", "cpu", "--peers", "plain", "--model", TINY, "--vocab", "100", "--batch", "2", "--seq", "16"]
     words += ["--accumulate", "2", "--variant", "split=--ranks 2"]
@@ -117,7 +117,7 @@ def test_throughput_measures_who_does_the_same_work_and_refuses_who_does_not(tmp
     assert "| plain | " in (tmp_path / "README.md").read_text()
 
 
-def test_the_transfer_of_learning_rates_trains_with_and_without_mup_and_counts_steps_of_the_grid():
+def test_transfer_trains_with_and_without_mup_and_counts_grid_steps():
     data = transfer.text()
     standard, mup = (transfer.final_loss(32, 2.0**-4, scaled, data, steps=3) for scaled in (False, True))
     assert 0 < standard < 10 and 0 < mup < 10 and abs(standard - mup) > 1e-3
@@ -127,7 +127,7 @@ def test_the_transfer_of_learning_rates_trains_with_and_without_mup_and_counts_s
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rehearsal_for_gpus_does_a_run_of_each_kind_and_writes_its_page(tmp_path):
+def test_a_rehearsal_does_a_run_of_each_kind_and_writes_its_page(tmp_path):
     """The whole rehearsal takes five minutes on two cores; here are the parts that have every kind of run."""
     parts = ["start", "operations", "costs", "documents", "memory", "peers"]
     words = ["--rehearse", "--parts", ",".join(parts), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]

@@ -76,7 +76,7 @@ def torchtitan_stream(folder: Path, texts: list[str]) -> list[int]:
         ("$A", {"bos_token": None}),
     ],
 )
-def test_unset_a_text_begins_as_transformers_lets_it_begin(tmp_path, single, settings):
+def test_by_default_a_text_begins_as_in_transformers(tmp_path, single, settings):
     loaded = load_tokenizer(str(assets(tmp_path, single, **settings)))
     theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))("some text").input_ids
     plain = loaded.tokenizer.encode("some text", add_special_tokens=False).ids
@@ -84,7 +84,7 @@ def test_unset_a_text_begins_as_transformers_lets_it_begin(tmp_path, single, set
     assert loaded.begun(loaded.begun(plain)) == loaded.begun(plain)
 
 
-def test_without_such_a_token_it_cannot_be_added_and_where_it_is_only_named_it_can(tmp_path):
+def test_bos_can_be_added_if_the_tokenizer_only_names_it_but_not_if_it_has_none(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(str(assets(tmp_path, "$A")), add_bos=True)
     loaded = load_tokenizer(str(assets(tmp_path, "$A", bos_token="<s>")), add_bos=True)
@@ -159,7 +159,7 @@ def test_a_chat_begins_with_bos_once_and_it_is_no_label(tmp_path, template):
 # ------------------------------------------------------------------------------------------------------------- token files
 
 
-def test_token_files_that_begin_otherwise_than_asked_for_are_refused_with_the_key_that_takes_them(tmp_path):
+def test_token_files_with_another_beginning_are_refused_with_the_key_that_allows_them(tmp_path):
     folder, text = assets(tmp_path / "assets"), write_jsonl(tmp_path / "for-tokens.jsonl")
     for add_bos in (True, False):
         output = tmp_path / f"tokens-{add_bos}"

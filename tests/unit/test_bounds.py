@@ -52,13 +52,13 @@ def test_the_smallest_and_the_largest_value_are_normal_numbers_of_float32(key):
 
 
 @pytest.mark.parametrize("key", ["optimizer.beta1", "optimizer.beta2", "optimizer.momentum"])
-def test_a_running_mean_takes_up_something_new(key):
+def test_a_running_mean_changes_with_a_new_value(key):
     nearest = [1 - 2.0**-power for power in range(1, 53)]
     most = [value for value in nearest if accepts(key, value)][-1]
     assert 1 - torch.tensor(most, dtype=torch.float32).item() > 0 and not accepts(key, nearest[-1])
 
 
-def test_products_of_keys_are_normal_numbers_too():
+def test_products_of_keys_are_normal_numbers():
     alpha, rank = ends("lora.alpha"), (1, 2**16)
     scales = [value / number for value, number in itertools.product(alpha, rank)]
     gradients = (1e-4, 1.0, 1e3)  # of an adapter without the scale

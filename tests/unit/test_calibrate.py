@@ -59,7 +59,7 @@ def test_two_ranks_measure_an_entry_with_which_plan_finds_a_mesh(tmp_path, monke
         run(monkeypatch, "--calibrate", file)
 
 
-def test_links_come_back_from_the_times_of_collectives(tmp_path):
+def test_links_are_recovered_from_the_times_of_collectives(tmp_path):
     four = job(written(tmp_path, ENTRY), *FLOAT32)
 
     def table(size: int) -> list[Measured]:
@@ -109,7 +109,7 @@ def test_a_gpu_has_the_links_of_its_shipped_entry(name, key):
         (["train_configs/llama_debug.toml", "--device", "nowhere.toml", *FLOAT32], r"nowhere\.toml"),
     ],
 )
-def test_what_has_no_effect_or_is_missing_is_named(words, named, monkeypatch):
+def test_options_without_effect_or_missing_are_named(words, named, monkeypatch):
     with pytest.raises(UserError, match=named):
         run(monkeypatch, *words)
 

@@ -37,7 +37,7 @@ def test_the_tokens_are_those_of_transformers(tmp_path, template, tokenizer, mes
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @pytest.mark.parametrize("messages", CHATS)
-def test_generation_tags_count_the_tokens_that_they_count_in_transformers(tmp_path, tokenizer, messages):
+def test_generation_tags_select_the_same_tokens_as_in_transformers(tmp_path, tokenizer, messages):
     ids, counted = load(tmp_path, CHATML_TAGGED, TOKENIZERS[tokenizer]()).encode(CHATS[messages])
     found = oracle(tmp_path).apply_chat_template(CHATS[messages], return_assistant_tokens_mask=True, return_dict=True)
     assert ids == found["input_ids"]
@@ -47,7 +47,7 @@ def test_generation_tags_count_the_tokens_that_they_count_in_transformers(tmp_pa
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("messages", CHATS)
-def test_what_counts_is_every_turn_of_the_assistant_and_the_token_that_ends_it(tmp_path, template, messages):
+def test_labels_are_every_assistant_turn_and_the_token_that_ends_it(tmp_path, template, messages):
     expected = [message["content"] for message in CHATS[messages] if message["role"] == "assistant"]
     before, after = AROUND[template]
     space = " " if template == "Mistral" else ""
@@ -112,7 +112,7 @@ def test_a_file_of_its_own_comes_before_the_settings_and_default_among_several(t
         ([{"name": "rag", "template": "x"}], ["tokenizer_config.json: broken", "none of its templates is called"]),
     ],
 )
-def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, words):
+def test_a_broken_template_is_reported_with_its_file_and_fault(tmp_path, template, words):
     with pytest.raises(UserError) as raised:
         load_template(write(tmp_path, template, byte_level()))
     assert all(word in str(raised.value) for word in words), raised.value
@@ -190,7 +190,7 @@ def test_a_template_cannot_reach_the_machine(tmp_path, attack):
     assert messages == CHATS["one turn"]
 
 
-def test_what_templates_of_hugging_face_use_is_there(tmp_path):
+def test_features_that_hugging_face_templates_use_are_supported(tmp_path):
     template = (
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}"
         "{% set ns.n = ns.n + 1 %}{% generation %}{{ [ns.n, m] | tojson }}{% endgeneration %}{{ dict(a=1) | tojson(indent=1) }}"

@@ -44,7 +44,7 @@ def names(*steps: int) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------ what is there
 
 
-def test_the_complete_checkpoints_are_listed_by_number_and_nothing_else_is(tmp_path):
+def test_only_complete_checkpoints_are_listed_by_number(tmp_path):
     make(tmp_path, 100_000_000, 99_999_999, 5, 20)  # nine digits come after eight
     for name in (".step-00000030.unfinished", "step-00000040.aside-1", "step-00000005-hf", "step-41", "xstep-00000043"):
         (tmp_path / name).mkdir()
@@ -66,11 +66,11 @@ def test_the_complete_checkpoints_are_listed_by_number_and_nothing_else_is(tmp_p
         ({"keep_latest_k": 1, "load_step": 15, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5]),
     ],
 )
-def test_the_newest_the_special_and_the_one_that_load_step_names_are_kept(keys, steps, deleted):
+def test_the_newest_every_nth_and_the_one_of_load_step_are_kept(keys, steps, deleted):
     assert superfluous(steps, Checkpoint(enable=True, **keys)) == deleted
 
 
-def test_retention_keeps_checkpoints_of_another_run_and_deletes_those_that_name_none(tmp_path, caplog):
+def test_retention_keeps_checkpoints_of_another_run_and_deletes_those_without_a_run(tmp_path, caplog):
     make(tmp_path, 5, 10, 15, 20)
     for step, run in ((5, {"run": "another"}), (10, {})):
         old = manifest.read(step_folder(tmp_path, step))
@@ -81,7 +81,7 @@ def test_retention_keeps_checkpoints_of_another_run_and_deletes_those_that_name_
     assert f"{step_folder(tmp_path, 5)}: cannot be deleted: it is of another run" in caplog.text
 
 
-def test_without_handles_for_retention_a_save_has_not_failed(tmp_path, monkeypatch, caplog):
+def test_a_save_succeeds_even_if_retention_has_no_file_handles(tmp_path, monkeypatch, caplog):
     saver = Saver(tmp_path, Checkpoint(enable=True, keep_latest_k=1), 60)
     saver.save(5, {"a": torch.ones(2)}, NUMBERS)
     saver.wait()
@@ -95,7 +95,7 @@ def test_without_handles_for_retention_a_save_has_not_failed(tmp_path, monkeypat
     assert list_steps(tmp_path) == [15]
 
 
-def test_a_deletion_that_is_interrupted_leaves_no_half_checkpoint_and_is_ended_later(tmp_path, monkeypatch, caplog):
+def test_an_interrupted_deletion_leaves_no_partial_checkpoint_and_is_completed_later(tmp_path, monkeypatch, caplog):
     make(tmp_path, 5, 10, 15)
     keys = Checkpoint(enable=True, keep_latest_k=2)
 
@@ -138,7 +138,7 @@ def test_retention_deletes_only_what_a_manifest_proves_to_be_a_checkpoint(tmp_pa
 # ---------------------------------------------------------------------------------------------------------------- cleaning up
 
 
-def test_before_a_run_goes_on_what_is_unfinished_goes_and_what_is_later_is_set_aside(tmp_path):
+def test_a_resume_deletes_unfinished_checkpoints_and_sets_later_ones_aside(tmp_path):
     make(tmp_path, 5, 10, 15, 20)
     for name in ("25.unfinished", "01.retired", "15-hf.unfinished"):
         shutil.copytree(step_folder(tmp_path, 5), tmp_path / f".step-000000{name}")
@@ -158,7 +158,7 @@ def test_before_a_run_goes_on_what_is_unfinished_goes_and_what_is_later_is_set_a
 @pytest.mark.parametrize(
     ("keep", "have", "needed"), [(10, 0, 2), (10, 9, 2), (10, 10, 1), (10, 12, 1), (1, 0, 2), (1, 1, 1), (0, 50, 2)]
 )
-def test_there_must_be_room_for_two_checkpoints_or_for_one_where_an_old_one_goes(tmp_path, monkeypatch, keep, have, needed):
+def test_there_must_be_room_for_two_checkpoints_or_for_one_if_an_old_one_is_deleted(tmp_path, monkeypatch, keep, have, needed):
     """While one is written, those that it replaces are still there."""
     (tmp_path / "saves").mkdir()
     make(tmp_path / "saves", *range(have))
@@ -171,7 +171,7 @@ def test_there_must_be_room_for_two_checkpoints_or_for_one_where_an_old_one_goes
     assert f"{tmp_path} has 0.00 GiB free" in fault
 
 
-def test_what_a_killed_run_has_left_half_written_counts_as_room_since_it_is_deleted_first(tmp_path, monkeypatch):
+def test_unfinished_checkpoints_of_a_killed_run_count_as_free_space(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
     assert list(disk_space_faults(tmp_path, 1000, Checkpoint(enable=True)))
     for name in (".step-00000010.unfinished", ".step-00000005.retired"):
@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows a file's name by its descriptor")
-def test_what_gets_the_name_of_a_checkpoint_is_whole_and_on_the_disk(tmp_path, monkeypatch):
+def test_a_folder_gets_the_name_of_a_checkpoint_only_when_it_is_complete_and_on_the_disk(tmp_path, monkeypatch):
     """Whatever ends the machine: before the renaming there is nothing, after it everything is there."""
     events: list[Any] = []
     fsync, rename = os.fsync, Path.rename

@@ -100,7 +100,7 @@ class Recording(storage._Unpickler):
         return super().find_class(module, name)
 
 
-def test_what_is_admitted_is_what_a_real_checkpoint_asks_for_and_no_more(tmp_path):
+def test_only_names_that_a_real_checkpoint_needs_are_admitted(tmp_path):
     mesh = init_device_mesh("cpu", (1,))
     kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
     tensors: dict[str, Tensor] = {str(kind): torch.ones(2, dtype=kind) for kind in kinds}
@@ -134,7 +134,7 @@ def call(module: str, name: str, argument: str) -> dict[str, bytes]:
     ],
 )
 @pytest.mark.parametrize("protocol", ["oldest", "newest"])
-def test_metadata_that_asks_for_anything_else_is_refused_with_its_name(source, module, name, protocol):
+def test_metadata_with_any_other_name_is_refused_with_that_name(source, module, name, protocol):
     put(source, METADATA, call(module, name, "true")[protocol])
     what = f"references {module}.{name}" if protocol == "newest" else "has the opcode GLOBAL"
     with pytest.raises(Damaged) as raised:
@@ -203,7 +203,7 @@ def test_code_in_a_file_is_not_run_and_the_file_is_named(source, tmp_path, way, 
     assert "Traceback" not in str(raised.value) and "weights_only" not in str(raised.value)
 
 
-def test_what_is_put_in_place_between_checking_and_reading_is_not_run_either(source, tmp_path):
+def test_code_that_replaces_a_file_after_its_check_is_not_run(source, tmp_path):
     """DCP asks its reader for the metadata once more."""
     found = load.verified(source)
     put(source, METADATA, pickle.dumps(Evil(tmp_path / "was here")))
@@ -247,7 +247,7 @@ LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_metadata_that_lies_is_refused_before_any_tensor_is_read(source, lie):
+def test_false_metadata_is_refused_before_any_tensor_is_read(source, lie):
     found = metadata_of(source)
     LIES[lie][0](found, source)
     put(source, METADATA, pickle.dumps(found))
@@ -257,7 +257,7 @@ def test_metadata_that_lies_is_refused_before_any_tensor_is_read(source, lie):
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", f"../step-00000005/{DATA}", "a/b", "..", "", "a\0b"])
-def test_a_manifest_that_lists_what_is_no_file_of_a_checkpoint_is_refused_before_it_is_opened(source, name):
+def test_a_manifest_that_lists_files_outside_the_checkpoint_is_refused_before_they_are_opened(source, name):
     found = manifest.read(source)
     manifest.write(source, Manifest(found.numbers, found.files | {name: FileDigest(0, "")}))
     with pytest.raises(Damaged, match="is not the name of a file in this folder"):
@@ -289,7 +289,7 @@ def test_dcp_syncs_all_of_every_file(tmp_path, monkeypatch):
     "value", [{"model.weight": torch.ones(3, 4)}, [torch.ones(3, 4)], 5, None, "text", torch.ones(3, 4).numpy(), torch.ones(4)],
     ids=["dict", "list", "number", "none", "text", "array", "tensor of another shape"],
 )  # fmt: skip
-def test_a_stored_value_that_is_not_the_tensor_it_is_said_to_be_is_refused(source, value, zipped):
+def test_a_stored_tensor_that_differs_from_its_metadata_is_refused(source, value, zipped):
     contents = saved(value, zipped)
     found = metadata_of(source)
     whole = (source / DATA).read_bytes()
@@ -328,7 +328,7 @@ def written(tmp_path) -> bytes:
 PATTERNS = [*(1 << bit for bit in range(8)), 0x03, 0xFF, 0x07, 0xAA]
 
 
-def test_every_byte_that_is_not_what_was_written_is_seen(tmp_path, written):
+def test_every_changed_byte_is_detected(tmp_path, written):
     path, unseen = tmp_path / manifest.FILE, []
     with open(path, "r+b", buffering=0) as file:
         for place, byte in enumerate(written):
@@ -347,7 +347,7 @@ def test_every_byte_that_is_not_what_was_written_is_seen(tmp_path, written):
 # ------------------------------------------------------------------------- whole, and not what this version has written
 
 
-def test_another_format_is_told_as_such_and_not_as_damage(tmp_path, monkeypatch):
+def test_another_format_is_not_reported_as_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "_FORMAT", 4)
     manifest.write(tmp_path, Manifest({"step": 1, "of the future": 2}, {}))
     monkeypatch.undo()

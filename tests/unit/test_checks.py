@@ -172,7 +172,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "wrong", "expected", "change"), CASES)
-def test_the_wrong_is_refused_by_name_and_the_right_beside_it_passes(ranks, wrong, expected, change):
+def test_wrong_values_are_refused_by_name_and_correct_ones_pass(ranks, wrong, expected, change):
     found = faults(wrong, ranks)
     assert len(found) == 1, found
     assert [part for part in expected if part not in found[0]] == []
@@ -190,7 +190,7 @@ def test_only_inductor_may_recompute_the_dropout_of_blocks(mode, backend, refuse
     assert len(found) == refused and all("dropout" in fault for fault in found)
 
 
-def test_faults_of_all_kinds_are_told_together():
+def test_faults_of_all_kinds_are_reported_together():
     wrong = {TP: 3, FLAVOR: "9b", STEPS: 9, DATASET: "c4", LOAD_STEP: 3, SAVE: True}
     found = faults(wrong, ranks=4)
     expected = ["tensor_parallel_degree = 3", FLAVOR, f"{WARMUP} = 200", DATASET, LOAD_STEP]
@@ -198,14 +198,14 @@ def test_faults_of_all_kinds_are_told_together():
     assert len(found) == len(expected)
 
 
-def test_every_check_comes_after_those_that_it_needs():
+def test_every_check_comes_after_those_that_it_depends_on():
     names = [each.name for each in CHECKS]
     assert len(set(names)) == len(names)
     for number, each in enumerate(CHECKS):
         assert set(each.needs) <= set(names[:number]), each.name
 
 
-def test_more_ranks_than_gpus_are_refused_where_there_are_gpus(monkeypatch):
+def test_more_ranks_than_gpus_are_refused_on_a_machine_with_gpus(monkeypatch):
     assert faults({}, ranks=3, local_ranks=3) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert faults({}, ranks=3, local_ranks=3) == ["  NGPU = 3: this machine has 2 visible GPUs"]
@@ -233,7 +233,7 @@ ON_MACHINES = [
 
 
 @pytest.mark.parametrize(("wrong", "expected", "right"), ON_MACHINES)
-def test_what_only_some_machines_can_do_is_refused_on_others_as_an_option(monkeypatch, wrong, expected, right):
+def test_options_that_this_machine_does_not_support_are_refused(monkeypatch, wrong, expected, right):
     for (ranks, cuda, keys), faulty in ((wrong, True), (right, False)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         found = faults(keys, ranks, layer=OPTION)
@@ -298,7 +298,7 @@ def test_a_model_whose_tables_do_not_fit_is_refused_by_the_parameters_name(monke
     assert expected in fault
 
 
-def test_a_models_flops_that_raise_are_found_before_training(monkeypatch):
+def test_an_error_in_a_models_flops_is_found_before_training(monkeypatch):
     def flops(cfg: tiny.Config, seq_len: int) -> None:
         raise ZeroDivisionError(f"no heads at {seq_len}")
 

@@ -23,14 +23,14 @@ def named(**changes: object) -> list[tuple[str, str]]:
     return [(difference.quantity, difference.where) for difference in comparison.excessive]
 
 
-def test_weights_and_batches_have_no_tolerance_and_all_that_differ_are_named():
+def test_weights_and_batches_are_compared_exactly_and_all_differences_are_named():
     assert named() == []
     weights = {"embed.weight": torch.ones(4), "head.weight": torch.nextafter(torch.arange(4.0), torch.tensor(9.0))}
     assert named(weights=weights) == [("weights", "head.weight")]
     assert named(batches=[torch.arange(6), torch.arange(6)]) == [("batches", "step 2")]
 
 
-def test_every_gradient_beyond_rounding_is_named_and_the_worst_is_known():
+def test_every_gradient_beyond_rounding_is_named_with_the_worst():
     gradients = {"embed.weight": torch.full((4,), 2.002), "head.weight": torch.arange(4.0) * 1.5 + 1}
     comparison = compare(trajectory(gradients=gradients), trajectory())
     assert [difference.where for difference in comparison.excessive] == ["embed.weight", "head.weight"]

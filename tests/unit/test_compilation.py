@@ -20,7 +20,7 @@ def compiled():
     torch._dynamo.reset()
 
 
-def test_a_compilation_after_the_run_has_settled_is_counted_and_its_cause_told(compiled, caplog):
+def test_a_late_recompilation_is_counted_and_its_cause_is_logged(compiled, caplog):
     watch = RecompilationWatch()
     with caplog.at_level(logging.WARNING, logger="titanlite"):
         compiled(torch.ones(2))
@@ -39,7 +39,7 @@ def test_a_compilation_after_the_run_has_settled_is_counted_and_its_cause_told(c
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_what_is_compiled_is_kept_between_runs_on_one_node_unless_the_user_names_a_place(monkeypatch, tmp_path, nodes):
+def test_compiled_code_is_cached_between_runs_on_one_node_unless_the_user_names_a_folder(monkeypatch, tmp_path, nodes):
     settings = {"TITANLITE_CACHE": str(tmp_path), "WORLD_SIZE": str(8 * nodes), "LOCAL_WORLD_SIZE": "8"}
     for name, value in (settings | {"TORCHINDUCTOR_CACHE_DIR": ""}).items():  # so that it is put back
         monkeypatch.setenv(name, value)
@@ -52,7 +52,7 @@ def test_what_is_compiled_is_kept_between_runs_on_one_node_unless_the_user_names
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
 
 
-def test_a_head_of_a_forks_own_making_is_compiled_whole():
+def test_a_forks_own_head_is_compiled_entirely():
     class Own(nn.Module):
         def forward(self, hidden, labels=None):
             return hidden

@@ -107,7 +107,7 @@ def test_a_file_of_the_wrong_form_is_refused(tmp_path, text, expected):
 # ------------------------------------------------------------------------------------------------------------- faults
 
 
-def test_all_faults_are_told_at_once_each_with_its_origin(tmp_path):
+def test_all_faults_are_reported_together_each_with_its_origin(tmp_path):
     write(tmp_path, '[training]\nsteps = 0\nseq_len = "long"\n', "base.toml")
     path = write(tmp_path, 'base = "base.toml"\n[training]\nstep = 1\nseed = true\n[trainer]\nx = 1\n[optimizer]\nlr = 0\n')
     lines = refusal(path, "--optimizer.beta1", "1", "--training.gc_frequency", "3").splitlines()
@@ -135,19 +135,19 @@ def test_all_faults_are_told_at_once_each_with_its_origin(tmp_path):
         ("steps = 5\n", "steps = 5 (run.toml): is in no section; did you mean training.steps or validation.steps?"),
     ],
 )
-def test_what_the_schema_does_not_know_gets_a_suggestion(tmp_path, text, expected):
+def test_an_unknown_key_gets_a_suggestion(tmp_path, text, expected):
     _, line = refusal(write(tmp_path, text)).splitlines()  # one may be misspelt, and no command for files of torchtitan follows
     assert expected in line
 
 
-def test_keys_that_are_gone_and_options_of_other_commands_are_refused_with_what_to_use_instead(tmp_path):
+def test_removed_keys_and_options_of_other_commands_are_refused_with_the_replacement(tmp_path):
     assert not INSTEAD.keys() & FIELDS.keys()
     for key, instead in INSTEAD.items():
         assert f"  {key} = 9 (run.toml): not a key of titanlite: {instead}" in refusal(write(tmp_path, f"{key} = 9\n"))
         assert f'  {key} = "9" (option): not a key of titanlite: {instead}' in refusal(write(tmp_path, ""), f"--{key}", "9")
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_without_the_keys_that_are_gone():
+def test_a_checkpoint_of_an_earlier_version_is_read_without_removed_keys():
     stored = Config().model_dump()
     assert "unit" not in stored["compile"] and "compile.unit" in INSTEAD
     stored["compile"] |= {"unit": "block", "enable": True}
@@ -227,7 +227,7 @@ def test_keys_without_effect_are_comments_so_that_the_written_file_is_valid(tmp_
     assert (again.parallelism.cpu_offload, again.parallelism.fsdp_prefetch) == (True, 2), "another machine may have a GPU"
 
 
-def test_a_key_that_names_no_condition_is_no_key():
+def test_every_key_must_have_a_condition():
     with pytest.raises(TypeError, match="each key has one EffectiveWhen"):
 
         class Forgotten(Section):

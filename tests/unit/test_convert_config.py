@@ -62,7 +62,7 @@ def own_paths(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LETTERS)
-def test_each_line_is_taken_or_is_a_comment_with_the_reason(tmp_path, name):
+def test_each_line_is_converted_or_becomes_a_comment_with_the_reason(tmp_path, name):
     path = converted(tmp_path, toml(LETTERS[name]))
     config = read_config(path, [])
     assert not {f"{key.section}.{key.name}" for key in config.idle(Hardware())} & config.layers.keys()
@@ -97,7 +97,7 @@ def test_a_converted_file_runs_with_paths_of_this_machine(tmp_path, name):
         ('model.converters = ["mx"]', '# converters = ["mx"]  (use float8.enable'),
         ("training.compile = true", "enable = true"),
         ("debug.seed = -1", "# seed = -1  (must be greater than or equal to 0)"),
-        ("training.seed = 2\ndebug.seed = 1", "# seed = 1  (another name of training.seed, which is given too)"),
+        ("training.seed = 2\ndebug.seed = 1", "# seed = 1  (another name of training.seed, which is set too)"),
         ("training.dataloader.num_workers = 2", "workers = 2"),
         (
             'optimizer.name = "adamw"',
@@ -120,7 +120,7 @@ def test_a_setting_becomes_a_line(tmp_path, theirs, line):
     assert [each for each in lines if each == line or (line[:1] == "#" and each.startswith(line))], lines
 
 
-def test_the_tables_name_keys_that_titanlite_has_and_has_not():
+def test_the_tables_match_the_keys_that_titanlite_has_and_lacks():
     assert set(RENAMED.values()) <= set(KEYS)
     assert not (set(INSTEAD) | set(RENAMED)) & set(KEYS)
 

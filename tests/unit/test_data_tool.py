@@ -130,7 +130,7 @@ def changed(config, tmp_path) -> dict[int, tuple[list[str], Timeline]]:
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 8])
-def test_show_prints_what_a_run_whose_weights_changed_read_or_will_read(config, run, changed, step):
+def test_show_prints_past_and_future_samples_of_a_run_whose_weights_changed(config, run, changed, step):
     options, timeline = changed[step]
     found = shown_samples(run("show", "--step", str(step), *options))
     assert found == read_samples(config, options, step, timeline)
@@ -145,7 +145,7 @@ def test_show_finds_every_step_of_a_run_in_its_last_checkpoint_and_refuses_other
     assert run(*first) == before
     found = refusal(capsys, run, "show", "--step", "5", *first[3:])
     assert "step 5: the run in run did this step with other sources" in found
-    assert "4 sequences of text 75.00%, more 25.00%; give these" in found
+    assert "4 sequences of text 75.00%, more 25.00%; set these" in found
     assert run(*later)
 
 

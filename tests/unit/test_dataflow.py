@@ -41,7 +41,7 @@ def crossings(family: Family) -> list[int]:
 
 
 @pytest.mark.parametrize("way", HIDDEN)
-def test_what_a_block_leaves_in_python_is_refused_with_the_line(way):
+def test_state_that_a_block_leaves_in_python_is_refused_with_the_line(way):
     reason, line = REFUSED[way]
     found = not_carried(graph(f"2 {way} 1"))
     assert found.startswith(reason)
@@ -59,18 +59,18 @@ def test_a_random_graph_is_refused_if_and_only_if_a_use_is_hidden(seed):
 
 
 @pytest.mark.parametrize("name", [*family_names(), "tests.tiny_hybrid"])
-def test_families_hand_on_hidden_states_alone(name):
+def test_families_pass_only_hidden_states_to_the_next_stage(name):
     family = load_family(name, next(iter(load_module(name).FLAVORS)))
     assert not_carried(family) == ""
     assert set(crossings(family)) == {1}
 
 
-def test_tensors_cross_as_long_as_a_later_block_uses_them():
+def test_tensors_are_sent_to_later_stages_as_long_as_a_block_uses_them():
     assert crossings(graph("2 value 0")) == [2, 2, 1]
     assert crossings(load_family("tests.forks.right.value_residual", "deep")) == [2, 2, 2]
 
 
-def test_a_start_refuses_what_is_left_in_python(tmp_path):
+def test_a_start_refuses_state_that_is_left_in_python(tmp_path):
     model = {"name": "tests.block_graphs", "overrides": {"graph": "3 attribute 0"}}
     batch = {"global_batch_size": 8, "local_batch_size": 1}
     config = config_of({"pp": 2}, "deep", model=model, training=batch, job={"dump_folder": str(tmp_path)})

@@ -146,7 +146,7 @@ def test_the_hook_for_weights_and_biases_reports_every_step(tmp_path, monkeypatc
     assert logged == [(7, {"loss": 1.5})]
 
 
-def test_an_unknown_command_is_answered_with_the_nearest_one_and_with_all(monkeypatch, capsys):
+def test_an_unknown_command_is_refused_with_the_nearest_one_and_all_others(monkeypatch, capsys):
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["titanlite", "chek", "run.toml"])
     with pytest.raises(SystemExit, match="2"):

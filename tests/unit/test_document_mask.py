@@ -107,7 +107,7 @@ def test_positions_begin_again_in_each_document():
     assert seq.positions.tolist() == [[0, 1, 2, 0, 0], [0, 0, 1, 2, 3]]
 
 
-def test_a_model_that_does_not_make_the_mask_is_told_so(monkeypatch):
+def test_a_model_that_does_not_make_the_mask_is_refused(monkeypatch):
     monkeypatch.setattr(llama3, "with_mask", lambda seq: seq)
     with pytest.raises(AssertionError, match="with_mask"):
         summed_loss(tiny(), packed(*ROWS["several"]))
@@ -117,7 +117,7 @@ def test_a_model_that_does_not_make_the_mask_is_told_so(monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "times"), [("full", 2), ("per operation", 1)])
-def test_flex_attention_is_computed_again_only_where_whole_blocks_are(monkeypatch, mode, times):
+def test_flex_attention_is_recomputed_only_where_whole_blocks_are(monkeypatch, mode, times):
     """Its plain implementation can go backward on a CPU, only not under the public function's eyes. The distributed test of
     documents compares its gradients with those of the dense mask."""
     implementation = importlib.import_module("torch._higher_order_ops.flex_attention")
@@ -143,7 +143,7 @@ def test_flex_attention_is_computed_again_only_where_whole_blocks_are(monkeypatc
     ("family", "flavor", "masked"),
     [("tests.tiny_gpt_oss", "plain", 2), ("tests.tiny_gemma3", "two", 4), ("tests.tiny", "plain", 0)],
 )
-def test_on_a_gpu_attention_that_only_flex_computes_skips_the_blocks_of_later_tokens(monkeypatch, family, flavor, masked):
+def test_on_a_gpu_flex_attention_skips_blocks_of_later_tokens(monkeypatch, family, flavor, masked):
     module, seq, seen = importlib.import_module(family), 300, []
     model = module.Model(module.FLAVORS[flavor])
 

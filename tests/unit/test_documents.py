@@ -30,7 +30,7 @@ def test_a_line_is_a_document_and_empty_lines_are_none(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\n\n"])
-def test_however_a_jsonl_file_is_split_its_documents_and_line_numbers_are_the_same(tmp_path, monkeypatch, ending):
+def test_documents_and_line_numbers_do_not_depend_on_the_split_of_a_jsonl_file(tmp_path, monkeypatch, ending):
     lines = [json_lines([text]).strip() for text in (*TEXTS, "", "short", "naïve")]
     lines[2:2] = [b"", b"{broken"]
     lines.append(b"[]")
@@ -56,7 +56,7 @@ def test_however_a_jsonl_file_is_split_its_documents_and_line_numbers_are_the_sa
         (b"[" * 200_000, "more than 100 lists and tables within each other"),
     ],
 )
-def test_a_bad_line_is_told_with_its_number_and_the_lines_around_it_are_read(tmp_path, suffix, line, fault):
+def test_a_bad_line_is_reported_with_its_number_and_the_lines_around_it_are_read(tmp_path, suffix, line, fault):
     path = write_packed(tmp_path / f"bad.{suffix}", b'{"text": "before"}\n\n' + line + b'\n{"text": "after"}\n')
     [(place, reason)] = faults_in(path)
     assert place == f"{path}, line 3"
@@ -64,7 +64,7 @@ def test_a_bad_line_is_told_with_its_number_and_the_lines_around_it_are_read(tmp
     assert [found.content for found in read_all(path) if isinstance(found, Document)] == ["before", "after"]
 
 
-def test_another_text_key_is_read_and_then_chats_are_not(tmp_path):
+def test_with_another_text_key_chats_are_not_read(tmp_path):
     path = write_packed(tmp_path / "a.jsonl", json.dumps({"body": "x", "text": "y"}).encode())
     assert contents(path, text_key="body") == ["x"]
     path.write_text(json.dumps({"messages": CHAT}))
@@ -117,7 +117,7 @@ def test_a_row_of_csv_is_a_document_as_pyarrow_reads_it(tmp_path, suffix, ending
         ("a.json", b'[{"text": "x"}, 3]', "", "entry 2: must be an object .*, is a number"),
         ("a.json", b'[{"text": "x"}\n {"text": "y"}]', "", "not JSON: .* at line 2, character 2"),
         ("a.csv", b"id,body\n1,x\n", "", 'must have a column "text"; its first line has "id", "body"'),
-        ("a.csv", b'text,n\n"two\nlines",1\nx\ny,2\n', ", line 4", "has 1 fields, and the first line 2"),
+        ("a.csv", b'text,n\n"two\nlines",1\nx\ny,2\n', ", line 4", "has 1 fields, but the first line has 2"),
         ("a.csv", b'text,n\nx,1\n"y,2\n', ", line 3", "not CSV: unexpected end of data"),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_text_file_is_one_document_whose_bytes_are_kept_compressed_or_not(tmp_
 @pytest.mark.parametrize("url", ["", "file://"])
 def test_a_file_of_an_unknown_kind_is_refused_with_the_kinds_that_are_known(tmp_path, name, url):
     (tmp_path / name).write_text("text")
-    with pytest.raises(UserError, match="not of a known kind of text") as error:
+    with pytest.raises(UserError, match="unknown suffix") as error:
         list_inputs([f"{url}{tmp_path / name}"], "training.dataset_path =")
     assert f'training.dataset_path = "{url}{tmp_path / name}"' in str(error.value)
 
@@ -203,19 +203,19 @@ def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_p
     assert [line.strip().rpartition("/")[2] for line in warning.splitlines()[1:]] == sorted(others)
     assert warning.splitlines()[0].startswith(f'--input "{url}{tmp_path}')
     (tmp_path / "data.jsonl").unlink()
-    with pytest.raises(UserError, match="holds no file of a known kind of"):
+    with pytest.raises(UserError, match="has no file of a known kind"):
         list_inputs([f"{url}{tmp_path}{name}"])
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("c4", '"hub:allenai/c4:en" a data set of the Hugging Face hub'),
-        ("openai/gsm8k", '"hub:openai/gsm8k" a data set of the Hugging Face hub'),
+        ("c4", '"hub:allenai/c4:en" a dataset of the Hugging Face hub'),
+        ("openai/gsm8k", '"hub:openai/gsm8k" a dataset of the Hugging Face hub'),
         ("nowhere", '"stdlib" is the built-in data'),
     ],
 )
-def test_a_name_that_is_no_file_is_refused_with_what_it_may_stand_for(name, words):
+def test_a_name_that_is_not_a_file_is_refused_with_what_it_may_mean(name, words):
     with pytest.raises(UserError, match=f'training.dataset = "{name}": no such file or folder') as error:
         list_inputs([name], "training.dataset =")
     assert words in str(error.value)
@@ -235,11 +235,11 @@ def test_inputs_come_in_the_order_given_and_sorted_within_each_pattern_and_folde
     [
         ("none.txt", "no such file"),
         ("*.none", "no file matches"),
-        ("empty", "holds no files"),
+        ("empty", "has no files"),
         ("file:///none/*.txt", "not found"),
     ],
 )
-def test_an_input_that_nothing_is_found_under_is_refused_with_its_name(tmp_path, name, words):
+def test_an_input_without_files_is_refused_with_its_name(tmp_path, name, words):
     (tmp_path / "empty").mkdir()
     path = name if "://" in name else str(tmp_path / name)
     with pytest.raises(UserError, match=f"training.dataset_path .*{words}") as error:
@@ -259,7 +259,7 @@ def test_stdlib_is_listed_sorted_without_tests_and_is_all_readable():
     assert len(files) > 300 and len(contents(*files)) == len(files)
 
 
-def test_units_hold_all_parts_in_order_and_are_of_about_one_size(tmp_path, monkeypatch):
+def test_units_contain_all_parts_in_order_and_have_similar_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_SMALLEST", 100)
     monkeypatch.setattr(documents, "_UNITS", 10)
     for number in range(50):

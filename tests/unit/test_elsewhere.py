@@ -29,7 +29,7 @@ def notes(recipe: str, *options: str, local_ranks: int | None = None) -> list[st
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != BRANCH))
-def test_every_recipe_is_sound_and_says_what_only_its_gpus_can_verify(recipe):
+def test_every_recipe_is_valid_and_lists_what_only_its_gpus_can_verify(recipe):
     if recipe.endswith("float8"):
         pytest.importorskip("torchao", reason="needs torchao")
     found = notes(recipe)
@@ -58,7 +58,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_an_option_that_only_a_gpu_has_is_no_fault_but_listed_unless_this_machine_trains(options):
+def test_a_gpu_only_option_is_listed_and_is_a_fault_only_if_this_machine_trains(options):
     if "float8" in options:
         pytest.importorskip("torchao", reason="needs torchao")
     assert any(OPTIONS[options] in note for note in notes("llama_8b", *options.split()))
@@ -69,7 +69,7 @@ def test_an_option_that_only_a_gpu_has_is_no_fault_but_listed_unless_this_machin
     assert OPTIONS[options] in str(raised.value)
 
 
-def test_the_command_lists_it_on_standard_error(monkeypatch, capsys):
+def test_the_command_lists_gpu_only_options_on_standard_error(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["titanlite check", str(FOLDER / "llama_8b_1gpu.toml"), "--model.attention", "cudnn"])
     tool.main()
     out, err = capsys.readouterr()
@@ -88,7 +88,7 @@ def test_the_command_lists_it_on_standard_error(monkeypatch, capsys):
         (5_000_000, "", ""),
     ],
 )
-def test_a_large_model_on_what_is_built_in_is_one_visible_line(parameters, options, expected):
+def test_a_large_model_on_built_in_data_is_one_visible_line(parameters, options, expected):
     found = built_in(read_config(FOLDER / "llama_124m.toml", options.split()), parameters)
     assert expected in found and bool(found) == bool(expected)
 

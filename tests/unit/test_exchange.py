@@ -51,7 +51,7 @@ def layouts() -> list[Layout]:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_each_expert_of_a_token_is_computed_once_and_no_rank_receives_more_than_it_has_room_for(routing):
+def test_each_expert_of_a_token_is_computed_once_and_no_rank_receives_more_than_fits(routing):
     for seed, layout in enumerate(layouts()):
         chosen = chosen_of(routing, layout, torch.Generator().manual_seed(seed))
         counts = counts_of(chosen, layout)
@@ -112,7 +112,7 @@ def test_a_token_goes_once_to_each_rank_that_has_experts_for_it():
     assert abs(sent - 5.35) < 0.05
 
 
-def test_sums_are_those_of_each_tokens_own_rows():
+def test_each_token_gets_the_sum_of_its_own_rows():
     numbers = torch.tensor([[1, 3, 0], [3, 3, 3], [2, 1, 3]])  # 3 is none
     pairs, rows = Pairs.of(numbers, 3, 4), torch.tensor([[1.0], [2.0], [4.0], [8.0], [torch.nan]])
     assert pairs.tokens.tolist() == [0, 0, 2, 2] and pairs.ends.tolist() == [1, 3, 4]

@@ -47,7 +47,7 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_a_report_names_phase_error_place_file_and_the_file_with_the_traceback(tmp_path, monkeypatch):
+def test_a_report_names_phase_error_line_file_and_the_file_with_the_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(KeyError) as caught, phase("opening the data"):
@@ -71,7 +71,7 @@ def test_a_phase_ends_with_its_block_and_stays_after_an_error():
     assert errors._position == (3, "opening the data")
 
 
-def test_no_full_disk_keeps_a_report_back(monkeypatch, small_disk):
+def test_a_full_disk_does_not_suppress_a_report(monkeypatch, small_disk):
     fill(small_disk)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(small_disk))
     text = failure.report(raised(KeyError("boom")), "titanlite check")

@@ -60,7 +60,7 @@ def refusals(keys: dict[str, Any], ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_start_is_refused_exactly_where_it_asks_for_what_the_family_declares_out_of_reach(monkeypatch, seed):
+def test_a_start_is_refused_exactly_where_it_exceeds_the_familys_limits(monkeypatch, seed):
     for of_family in random.Random(seed).sample(EVERY, 4):
         declared(monkeypatch, **of_family)
         for key, (keys, ranks, refuses) in ASKS.items():
@@ -92,9 +92,7 @@ def test_an_attribute_that_has_no_effect_is_named():
 
 
 @pytest.mark.parametrize("name", ["generates", "causal"])
-def test_generation_is_refused_by_what_the_commands_call_and_by_the_commands_before_they_start_ranks(
-    monkeypatch, tmp_path, name
-):
+def test_generation_is_refused_by_the_functions_and_by_the_commands_before_they_start_ranks(monkeypatch, tmp_path, name):
     declared(monkeypatch, **{name: False})
     model = load_family("tests.tiny", "plain").on_meta()
     for call in (
@@ -108,7 +106,7 @@ def test_generation_is_refused_by_what_the_commands_call_and_by_the_commands_bef
             call()
 
 
-def test_check_model_fails_where_a_start_does_not_refuse_what_is_declared(monkeypatch):
+def test_check_model_fails_if_a_start_does_not_enforce_the_limits(monkeypatch):
     declared(monkeypatch, stages=False, generates=False)
     model, family = Model(name="tests.tiny", flavor="plain"), load_family("tests.tiny", "plain")
     monkeypatch.setattr(limits, "faults", lambda _config, _model: [])
@@ -127,7 +125,7 @@ def test_check_model_fails_where_a_start_does_not_refuse_what_is_declared(monkey
         refused_generation(model, load_family("tests.tiny", "plain"))
 
 
-def test_verify_leaves_out_the_meshes_that_the_family_declares_out_of_reach(monkeypatch):
+def test_verify_leaves_out_meshes_beyond_the_familys_limits(monkeypatch):
     config = Config.model_validate({"model": {"name": "tests.tiny", "flavor": "plain"}})
     every = verify._default_meshes(config)
     declared(monkeypatch, stages=False, causal=False, tensor_parallel=1)

@@ -35,7 +35,7 @@ class Noted(SwiGLU):
     ("shape", "lengths"),
     [((2, 12), [4, 4, 4]), ((12,), [4, 4, 4]), ((2, 4), [2, 1, 1]), ((2, 3), [1, 1, 1]), ((2, 1), [1])],
 )
-def test_there_are_as_many_parts_as_asked_for_unless_there_are_fewer_tokens(shape, lengths):
+def test_there_are_as_many_parts_as_configured_unless_there_are_fewer_tokens(shape, lengths):
     """Of a sequence, or of the tokens of all rows."""
     layer = layer_of(Noted)
     chunk_feed_forward(model_of(layer), 3)

@@ -61,7 +61,7 @@ def by_definition(recipe: str, x: Tensor, weight: Tensor, gradient: Tensor) -> t
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_layer_and_its_gradients_are_those_of_the_definition(recipe):
+def test_a_layer_and_its_gradients_equal_the_definition(recipe):
     random = torch.Generator().manual_seed(1)
     layer = layer_of(recipe)
     x, gradient = torch.randn(48, 64, generator=random), torch.randn(48, 96, generator=random)
@@ -81,7 +81,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_definition(recipe):
 # ------------------------------------------------------------------------------------------------------------- which layers
 
 
-def test_names_and_types_of_parameters_stay_and_the_filtered_stay_what_they_are():
+def test_names_and_types_of_parameters_and_filtered_layers_do_not_change():
     config = config_of({"filter_fqns": ["layers.0.*", "*.w[kv]"]})
     family = family_of(config.model)
     model, plain = on_meta(family, config), on_meta(family, config)
@@ -131,14 +131,14 @@ def faults(config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize(("keys", "sections", "expected"), FAULTS)
-def test_what_cannot_be_is_refused_by_name(monkeypatch, keys, sections, expected):
+def test_unsupported_settings_are_refused_by_name(monkeypatch, keys, sections, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = "\n".join(faults(config_of(keys, **sections)))
     assert [part for part in expected if part not in found] == []
     assert faults(config_of()) == []
 
 
-def test_a_gpu_that_knows_the_recipe_needs_no_emulation(monkeypatch):
+def test_a_gpu_that_supports_the_recipe_needs_no_emulation(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert faults(config_of({"emulate": False}, training=HALF)) == []
@@ -150,7 +150,7 @@ def test_a_gpu_that_knows_the_recipe_needs_no_emulation(monkeypatch):
     assert 'training.mixed_precision_param = "float32": use "bfloat16"' in fault
 
 
-def test_without_torchao_it_says_how_to_install_it(monkeypatch):
+def test_a_missing_torchao_is_reported_with_how_to_install_it(monkeypatch):
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
     (fault,) = faults(config_of())
     assert "torchao, which is not installed: pip install 'titanlite[float8]'" in fault

@@ -39,7 +39,7 @@ def logprob(model: Decoder, context: list[int], new: list[int]) -> float:
     return logits[len(context) - 1 :].gather(1, ids[0, len(context) :, None]).sum().item()
 
 
-def test_prompts_of_any_lengths_are_continued_as_each_by_itself_without_a_cache(monkeypatch):
+def test_prompts_of_any_lengths_are_continued_as_each_alone_without_a_cache(monkeypatch):
     monkeypatch.setattr(Cache, "_STEP", 8)
     model = tiny()
     assert generate(model, PROMPTS, 30, None, GREEDY) == [longhand(model, prompt, 30) for prompt in PROMPTS]
@@ -68,7 +68,7 @@ def test_forks_with_other_attention_or_a_recurrence_generate_and_score_as_withou
         assert of_text == pytest.approx(logprob(model, prompt, text), abs=1e-3) and is_greedy
 
 
-def test_a_text_ends_before_the_token_that_ends_it_and_the_others_go_on():
+def test_a_text_ends_before_its_end_token_and_the_others_continue():
     model = tiny()
     whole = generate(model, PROMPTS, 12, None, GREEDY)
     end = whole[1][4]
@@ -77,7 +77,7 @@ def test_a_text_ends_before_the_token_that_ends_it_and_the_others_go_on():
     assert len(cut[1]) <= 4 and max(map(len, cut)) == 12
 
 
-def test_a_text_of_which_there_is_enough_goes_no_further_and_when_all_have_enough_nothing_is_computed(monkeypatch):
+def test_a_finished_text_does_not_grow_and_generation_ends_when_all_are_finished(monkeypatch):
     model, steps = tiny(), []
     whole = generate(model, PROMPTS, 12, None, GREEDY)
     model.head.register_forward_hook(lambda *_: steps.append(1))
@@ -86,7 +86,7 @@ def test_a_text_of_which_there_is_enough_goes_no_further_and_when_all_have_enoug
     assert len(steps) == 3
 
 
-def test_scores_are_the_log_probabilities_of_the_whole_text_and_tell_the_likeliest_one(monkeypatch):
+def test_scores_are_log_probabilities_and_whether_the_text_is_greedy(monkeypatch):
     monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)  # contexts and continuations both go in parts
     model = tiny()
     likeliest = generate(model, PROMPTS, 6, None, GREEDY)
@@ -97,7 +97,7 @@ def test_scores_are_the_log_probabilities_of_the_whole_text_and_tell_the_likelie
     assert [is_greedy for _, is_greedy in found] == [True] * 3 + [False] * 4
 
 
-def test_a_prompts_text_depends_on_seed_and_number_and_not_on_the_other_prompts():
+def test_a_prompts_text_depends_on_seed_and_number_but_not_on_other_prompts():
     model, sampling = tiny(), Sampling(seed=3)
     first = generate(model, PROMPTS, 20, None, sampling)
     assert generate(model, PROMPTS, 20, None, sampling) == first

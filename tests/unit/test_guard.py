@@ -24,7 +24,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_processes_and_files_are_gone_soon_after_the_tests(tmp_path, sign):
+def test_processes_and_files_are_removed_after_the_tests(tmp_path, sign):
     folder = tmp_path / "files"
     (folder / "more").mkdir(parents=True)
     parent = subprocess.Popen([sys.executable, "-S", "-c", PARENT, folder], start_new_session=True, stderr=subprocess.DEVNULL)

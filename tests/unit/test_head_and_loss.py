@@ -93,7 +93,7 @@ def test_loss_and_gradients_equal_cross_entropy(chunk, scale):
     _assert_equal(found, wanted, tolerance=3e-6)
 
 
-def test_in_float16_the_gradients_of_a_large_vocabulary_are_normal_numbers_where_the_loss_has_a_scale():
+def test_in_float16_a_loss_scale_keeps_gradients_of_a_large_vocabulary_normal_numbers():
     """Of Llama's 128,256 softmax values each is about 8e-6, and float16's smallest normal number is 6.1e-5."""
     vocabulary, scale = 128_256, 2.0**10
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_in_float16_the_gradients_of_a_large_vocabulary_are_normal_numbers_where
 
 
 @pytest.mark.parametrize("frozen", ["output", "norm"])
-def test_a_frozen_part_gets_no_gradient_and_the_others_theirs(frozen):
+def test_a_frozen_part_gets_no_gradient_and_the_others_do(frozen):
     head, (hidden, labels) = _head(7), _inputs()
     wanted = _reference(head, hidden, labels)[1][0]
     getattr(head, frozen).weight.requires_grad_(False)
@@ -137,7 +137,7 @@ def test_logits_exist_one_chunk_at_a_time_forward_and_backward(chunk):
 
 
 @pytest.mark.parametrize("chunk", [7, 30])
-def test_a_float32_weight_under_bfloat16_gets_a_gradient_that_is_not_rounded_to_bfloat16(chunk):
+def test_a_float32_weight_gets_a_gradient_that_is_not_rounded_to_bfloat16(chunk):
     head, (hidden, labels) = _head(chunk), _inputs()
     half = hidden.detach().bfloat16().requires_grad_()
     head.norm.bfloat16()
@@ -148,7 +148,7 @@ def test_a_float32_weight_under_bfloat16_gets_a_gradient_that_is_not_rounded_to_
 
 
 @pytest.mark.parametrize("chunk", [7, 30])
-def test_products_that_a_gpu_adds_to_the_weights_gradient_are_added_to_what_is_there_once_each(monkeypatch, chunk):
+def test_a_gpu_accumulates_each_matmul_into_the_weights_gradient_once(monkeypatch, chunk):
     """The CPU has no kernel for float32 sums of bfloat16 matmuls. The first must not read the gradient, which is unwritten."""
 
     def mm(left: Tensor, right: Tensor, out: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -180,7 +180,7 @@ def test_chunks_are_equal_where_that_costs_little(most, size):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_z_loss_and_softcap_are_what_their_formulas_say_compiled_or_not(compiled, softcap, z_loss):
+def test_z_loss_and_softcap_equal_their_formulas_compiled_or_not(compiled, softcap, z_loss):
     head, (hidden, labels) = _head(7), _inputs()
     head.softcap, head.z_loss = softcap, z_loss
     if compiled:
@@ -217,14 +217,14 @@ WRONG_LOSSES = {
 
 
 @pytest.mark.parametrize("fault", WRONG_LOSSES)
-def test_a_loss_that_is_not_one_of_each_token_is_refused(fault):
+def test_a_loss_that_is_not_per_token_is_refused(fault):
     head, (hidden, labels) = _head(28), _inputs()
     head.loss = WRONG_LOSSES[fault]
     with pytest.raises(ValueError, match=f"loss .*{fault}|loss {fault}"):
         head(hidden, labels)
 
 
-def test_the_gradient_of_a_label_that_is_all_but_certain_keeps_its_digits_in_bfloat16():
+def test_the_gradient_of_an_almost_certain_label_keeps_its_precision_in_bfloat16():
     head = Head(RMSNorm(2, _EPS), 2, 2)
     with torch.no_grad():
         head.norm.weight.fill_(1.0)

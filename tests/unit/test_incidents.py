@@ -46,7 +46,7 @@ def test_with_a_loss_scale_only_the_loss_counts(loss, norm, plain, scaled):
     assert (is_bad(step, False), is_bad(step, True)) == (plain, scaled)
 
 
-def test_ten_steps_in_a_row_are_skipped_and_not_eleven_wherever_readings_fall():
+def test_at_most_ten_steps_in_a_row_are_skipped_for_any_reading_interval():
     steps = good(1) + bad(*range(2, 12)) + good(12) + bad(*range(13, 24)) + good(24)
     for cut in range(1, len(steps)):
         first = decide(steps[:cut], "skip", None, 0, None, 0)
@@ -58,7 +58,7 @@ def test_ten_steps_in_a_row_are_skipped_and_not_eleven_wherever_readings_fall():
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
-def test_with_a_loss_scale_twenty_overflows_in_a_row_are_skipped_and_not_twenty_one_wherever_readings_fall(policy):
+def test_with_a_loss_scale_at_most_twenty_overflows_in_a_row_are_skipped_for_any_reading_interval(policy):
     """The losses are finite, so that no step is an incident by itself."""
     steps = good(1) + bad(*range(2, 22), loss=3.0) + good(22) + bad(*range(23, 44), loss=3.0, norm=INF) + good(44)
     for cut in range(1, len(steps)):
@@ -78,7 +78,7 @@ def test_a_loss_scale_below_the_smallest_normal_number_ends_the_run_at_an_overfl
     assert decide(good(1, 2), "rollback", scale, 0, 2, 0).action == ""
 
 
-def test_stop_says_which_step_with_which_numbers_and_samples_and_how_to_see_it_again(tmp_path):
+def test_stop_names_step_values_samples_and_how_to_replay_it(tmp_path):
     with pytest.raises(UserError) as caught:
         incidents_of(tmp_path / "a run", "stop").judge(good(1, 2) + bad(3, norm=INF) + bad(4), None)
     text = str(caught.value)
@@ -89,13 +89,13 @@ def test_stop_says_which_step_with_which_numbers_and_samples_and_how_to_see_it_a
     assert "loss nan, gradient norm inf" in entry["text"]
 
 
-def test_skipped_steps_are_told_apart_from_one_whose_loss_alone_is_not_finite(tmp_path):
+def test_skipped_steps_are_distinguished_from_one_with_only_a_nonfinite_loss(tmp_path):
     incidents = incidents_of(tmp_path, "skip")
     assert incidents.judge(good(1) + bad(2) + bad(3, loss=INF, norm=2.0), None) is None
     assert entries_of(tmp_path) == [("nonfinite", 2, "skipped", False), ("nonfinite", 3, "taken", False)]
 
 
-def test_a_rollback_leads_to_the_batch_after_the_bad_one_and_the_count_ends_with_a_newer_checkpoint(tmp_path):
+def test_a_rollback_skips_the_bad_batch_and_a_newer_checkpoint_resets_the_count(tmp_path):
     incidents = incidents_of(tmp_path, "rollback")
     for attempt in (1, 2, 3):
         step = incidents.judge(good(5, 6) + bad(7) + good(8), 4)
@@ -123,7 +123,7 @@ def test_a_start_keeps_what_earlier_ones_wrote_and_marks_what_it_repeats(tmp_pat
     assert (tmp_path / INCIDENTS).read_text() == before
 
 
-def test_a_rollback_counts_for_a_start_from_a_later_checkpoint_only(tmp_path):
+def test_a_rollback_counts_only_for_a_start_from_a_later_checkpoint(tmp_path):
     incidents = incidents_of(tmp_path, "rollback")
     rollback = incidents.record_rollback(incidents.judge(bad(12), 10), 14, 10)
     assert rollbacks(read_entries(tmp_path / INCIDENTS)) == [rollback]
@@ -142,7 +142,7 @@ def falling(steps: int, seed: int = 0) -> list[StepRecord]:
     return [StepRecord(n, 0, 3 + 8 * math.exp(-n / 50) + noise.gauss(0, 0.05), 1.0) for n in range(steps)]
 
 
-def test_a_jump_is_found_and_a_falling_loss_is_none():
+def test_a_spike_is_found_and_a_falling_loss_is_none():
     steps = falling(1000)
     assert Spikes(100, 10.0).find(steps) == []
     steps[400] = steps[400]._replace(loss=steps[400].loss + 1.0)
@@ -152,12 +152,12 @@ def test_a_jump_is_found_and_a_falling_loss_is_none():
     assert 14 < height < 28  # 1.0 / 0.05 = 20, by an estimate from 100 losses
 
 
-def test_what_is_not_finite_is_no_spike_and_not_in_the_window():
+def test_nonfinite_losses_are_no_spikes_and_not_in_the_window():
     steps = falling(200) + bad(*range(200, 280)) + [StepRecord(300, 0, 9.0, 1.0)]
     assert [step.number for step, _ in Spikes(100, 10.0).find(steps)] == [300]
 
 
-def test_a_spike_is_written_with_its_samples_and_the_run_goes_on(tmp_path):
+def test_a_spike_is_recorded_with_its_samples_and_the_run_continues(tmp_path):
     incidents = incidents_of(tmp_path, "stop", metrics={"spike_window": 20})
     assert incidents.judge([*good(*range(1, 21)), StepRecord(21, 160, 9.0, 30.0)], None) is None
     (entry,) = read_entries(tmp_path / INCIDENTS)

@@ -94,7 +94,7 @@ def test_a_pair_that_another_implementation_wrote_is_read(tmp_path, code, larges
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[[]], [[]]]], ids=["no documents", "no sequences", "no tokens"])
-def test_a_pair_that_holds_nothing_is_read(tmp_path, documents):
+def test_an_empty_pair_is_read(tmp_path, documents):
     file = TokenFile(_megatron(tmp_path / "a", documents))
     file.document_lengths()
     assert file.tokens == 0
@@ -109,7 +109,7 @@ def _random_documents(random: np.random.Generator) -> list[Sequences]:
 
 @pytest.mark.parametrize("code", [1, 8, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_boundaries_and_document_at_are_what_counting_gives(tmp_path, seed, code):
+def test_boundaries_and_document_at_equal_counting(tmp_path, seed, code):
     documents = _random_documents(np.random.default_rng(seed))
     lengths = [sum(len(sequence) for sequence in document) for document in documents]
     begins = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
@@ -125,7 +125,7 @@ def test_boundaries_and_document_at_are_what_counting_gives(tmp_path, seed, code
 
 
 @pytest.mark.parametrize(("vocabulary", "code"), [(256, 1), (257, 8), (65536, 8), (65537, 4), (2**31, 4), (2**31 + 1, 5)])
-def test_what_is_written_is_byte_for_byte_what_another_implementation_writes(tmp_path, vocabulary, code):
+def test_written_files_equal_those_of_another_implementation_byte_for_byte(tmp_path, vocabulary, code):
     documents = [[1, 2, vocabulary - 1], [], [0], list(range(200))]
     theirs = _megatron(tmp_path / "theirs", [[document] for document in documents], code)
     write_file(tmp_path / "ours", documents, vocabulary)
@@ -133,13 +133,13 @@ def test_what_is_written_is_byte_for_byte_what_another_implementation_writes(tmp
         assert path_of(tmp_path / "ours", suffix).read_bytes() == path_of(theirs, suffix).read_bytes()
 
 
-def test_places_beyond_four_gigabytes_are_written_whole(tmp_path):
+def test_offsets_beyond_four_gigabytes_are_written_correctly(tmp_path):
     write_index(tmp_path / "a", np.dtype(np.int32), np.array([2**30, 2**30, 2**30, 5], np.int32))
     content = path_of(tmp_path / "a", "idx").read_bytes()
     assert struct.unpack_from("<4q", content, _HEADER + 4 * 4) == (0, 2**32, 2**33, 3 * 2**32)
 
 
-def test_flags_of_the_loss_come_back_and_stand_for_all_where_none_are_given(tmp_path):
+def test_the_loss_mask_is_read_back_and_is_all_ones_by_default(tmp_path):
     writer = TokenWriter(tmp_path / "a", smallest_type(10), losses=True)
     writer.write(np.array([1, 2, 3]), np.array([False, True, True]))
     writer.write(np.array([4, 5]))
@@ -166,14 +166,14 @@ def test_flags_of_the_loss_come_back_and_stand_for_all_where_none_are_given(tmp_
         (26, "<Q", 4, "its document index goes from sequence 0 to 4, must be from 0 to 5"),
     ],
 )
-def test_a_wrong_head_is_refused(pair, at, form, value, words):
+def test_a_wrong_header_is_refused(pair, at, form, value, words):
     tokens, index = pair
     _patch(index, at, form, value)
     with pytest.raises(UserError, match=f"{index}: .*{words}"):
         TokenFile(tokens.with_suffix(""))
 
 
-def test_flags_of_the_loss_for_another_number_of_tokens_are_refused(pair):
+def test_a_loss_mask_for_another_number_of_tokens_is_refused(pair):
     pair[0].with_suffix(".loss").write_bytes(bytes(13))
     with pytest.raises(UserError, match=r"a\.loss: has 13 bytes, must have one for each of the 14 tokens"):
         TokenFile(pair[0].with_suffix(""))
@@ -189,7 +189,7 @@ def test_flags_of_the_loss_for_another_number_of_tokens_are_refused(pair):
         (_first_sequence(2), -(10**9)),
     ],
 )
-def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_read(pair, at, value):
+def test_an_index_entry_with_a_wrong_offset_is_refused_when_it_is_read(pair, at, value):
     tokens, index = pair
     _patch(index, at, "<q", value)
     file = TokenFile(tokens.with_suffix(""))  # which looks at the last entries only
@@ -210,7 +210,7 @@ def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_rea
         (_first_sequence(1), "<q", 4, "document 2 begins with sequence 3: before the previous document"),
     ],
 )
-def test_sequences_that_do_not_follow_each_other_are_found_by_a_check(pair, at, form, value, words):
+def test_a_check_finds_sequences_that_are_not_consecutive(pair, at, form, value, words):
     tokens, index = pair
     TokenFile(tokens.with_suffix("")).document_lengths()
     _patch(index, at, form, value)
@@ -227,7 +227,7 @@ def _resident() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
+def test_a_large_file_is_opened_and_accessed_without_reading_all_of_it(tmp_path):
     tokens, documents = 2**30, 10**7
     with open(tmp_path / "a.bin", "wb") as file:
         file.truncate(2 * tokens)
@@ -251,7 +251,7 @@ def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
 
 
 @pytest.mark.parametrize(("damage", "message"), [("missing", "is missing"), ("cut", "truncated since")])
-def test_a_file_that_another_process_cannot_map_any_more_is_named(tmp_path, damage, message):
+def test_a_file_that_another_process_can_no_longer_map_is_named(tmp_path, damage, message):
     file = write_file(tmp_path / "a", [[1, 2, 3]] * 10_000)
     tokens = path_of(file.prefix, "bin")
     sums_of(tokens).unlink()
@@ -299,7 +299,7 @@ def test_a_damaged_block_is_named_when_it_is_read_and_only_then(tmp_path, writte
         array[number * BLOCK // 2 + 100 : number * BLOCK // 2 + 101]
 
 
-def test_a_block_in_the_middle_of_a_long_slice_is_verified(tmp_path, written):
+def test_a_block_within_a_long_slice_is_verified(tmp_path, written):
     assert np.array_equal(_array(tmp_path, written)[:], written)
     _flip(tmp_path, BLOCK + 5)
     array = _array(tmp_path, written)
@@ -318,7 +318,7 @@ def test_each_process_verifies_a_block_once(tmp_path, written, monkeypatch):
     assert reads == 2 * [0, BLOCK, 2 * BLOCK]
 
 
-def test_slices_of_a_file_are_those_of_a_plain_array_once_all_of_it_is_verified(tmp_path, written):
+def test_slices_of_a_verified_file_equal_those_of_a_plain_array(tmp_path, written):
     array = _array(tmp_path, written)
     assert array.checked() is array
     _ = array[0:1], array[BLOCK : BLOCK + 1]

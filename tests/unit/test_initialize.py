@@ -69,7 +69,7 @@ def _decays(index, shape):
     return ((index[0] + 1).double() / shape[0]).log() + index[-1].double().sqrt()
 
 
-def test_computed_values_are_those_of_the_function_in_float64():
+def test_computed_values_equal_the_function_in_float64():
     row, column = torch.arange(40).double()[:, None], torch.arange(30).double()
     assert torch.equal(_with(Computed(_decays), 40, 30), (((row + 1) / 40).log() + column.sqrt()).float())
     assert torch.equal(_with(Computed(lambda index, shape: index[0]), 6), torch.arange(6.0))
@@ -167,7 +167,7 @@ def test_table_covers_integer_and_other_buffers():
     assert torch.equal(model.linear.weight, _with(Normal(0.5), 3, 4, name="linear.weight"))
 
 
-def test_materialized_is_all_nan_and_initialized_has_none():
+def test_materialized_tensors_are_nan_and_initialized_ones_have_none():
     model, family = _llama()
     materialize(model, _CPU)
     assert all(tensor.isnan().all() for _, tensor in named_tensors(model))
@@ -175,7 +175,7 @@ def test_materialized_is_all_nan_and_initialized_has_none():
     assert not any(tensor.isnan().any() for _, tensor in named_tensors(model))
 
 
-def test_a_tensor_that_stays_nan_is_found_out():
+def test_a_tensor_that_stays_nan_is_found():
     model, family = _toy({**_TOY_TABLE, "linear.bias": Constant(math.nan)})
     with pytest.raises(AssertionError, match=r"linear\.bias"):
         initialize(model, family, 0, _CPU)

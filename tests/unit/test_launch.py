@@ -45,7 +45,7 @@ def failures(noted: list[tuple[int, int, int]]) -> dict[int, ProcessFailure]:
         ([(1, TERM, 50), (0, TERM, 50)], 1),  # somebody has ended rank 1
     ],
 )
-def test_the_rank_that_failed_first_is_named_and_not_one_that_failed_because_of_it(noted, rank):
+def test_the_rank_that_failed_first_is_named_and_not_a_consequent_failure(noted, rank):
     found = first_failure(failures(noted))
     assert (found[0], found[1].pid) == (rank, 1000 + rank)
 
@@ -65,7 +65,7 @@ def start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-def test_a_request_while_no_rank_runs_but_some_would_be_started_leaves_at_once(launcher):
+def test_a_request_before_a_restart_of_ranks_ends_the_launcher_at_once(launcher):
     with pytest.raises(SystemExit, match="75"):
         launcher.on_request(signal.SIGTERM, None)
 
@@ -101,7 +101,7 @@ def start_ranks(launcher: Launcher, *scripts: str) -> Ranks:
     return ranks
 
 
-def test_a_rank_that_a_signal_is_ending_is_named_and_not_the_neighbor_that_was_gone_before(launcher, tmp_path, monkeypatch):
+def test_a_rank_ended_by_a_signal_is_named_and_not_its_neighbor_that_ended_before(launcher, tmp_path, monkeypatch):
     """The kernel takes its time to clear a killed process away; here a fifth of a second, or more on a busy machine."""
     monkeypatch.setattr(launch, "_CLEARED", PATIENCE)
     dying = tmp_path / "dying"
@@ -122,7 +122,7 @@ def end_of(ranks: Ranks) -> RunProcsResult:
         assert not ranks.running()
 
 
-def test_a_rank_that_stays_when_another_has_stopped_is_ended_and_no_failure(launcher, monkeypatch):
+def test_a_rank_that_keeps_running_after_another_has_stopped_is_ended_without_a_failure(launcher, monkeypatch):
     monkeypatch.setattr(launch, "_LEAVING", 0.5)
     assert not end_of(start_ranks(launcher, "exit(75)", "import time; time.sleep(60)")).is_failed()
     assert launcher.stopped
@@ -134,20 +134,20 @@ def test_a_rank_that_fails_while_the_others_stop_is_a_failure_and_not_started_ag
     assert {rank: failure.exitcode for rank, failure in raised.value.failures.items()} == {5: 2}
 
 
-def test_what_the_user_has_to_mend_is_not_started_again(launcher):
+def test_a_run_with_a_user_error_is_not_restarted(launcher):
     with pytest.raises(ChildFailedError) as raised:
         end_of(start_ranks(launcher, "exit(2)", "import time; time.sleep(60)"))
     assert {rank: failure.exitcode for rank, failure in raised.value.failures.items()} == {4: 2}
 
 
-def test_of_ranks_that_are_ended_only_the_one_that_failed_is_noted(launcher):
+def test_only_the_failed_rank_is_recorded_and_not_those_ended_with_it(launcher):
     result = end_of(start_ranks(launcher, "import time; time.sleep(60)", "exit(7)", "import time; time.sleep(60)"))
     assert {local: failure.exitcode for local, failure in result.failures.items()} == {1: 7}
     assert launcher.failure.startswith("rank 5 (process ") and launcher.failure.endswith("ended with exit code 7")
     assert not launcher.over  # two more starts are left
 
 
-def test_the_next_start_says_why_there_is_one(launcher, capfd):
+def test_a_restart_logs_its_reason(launcher, capfd):
     launcher.starts, launcher.failure = 1, "rank 5 (process 123) was ended by SIGKILL"
     assert not end_of(start_ranks(launcher, "")).is_failed()
     assert capfd.readouterr().err == "rank 5 (process 123) was ended by SIGKILL; start 2 of 4\n"
@@ -188,7 +188,7 @@ def run(then: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_machine_that_takes_no_more_processes_is_a_message():
+def test_a_machine_without_room_for_processes_is_one_message():
     then = """
 from titanlite.ground.errors import UserError
 
@@ -224,7 +224,7 @@ while os.path.exists(path) and open(path).read():
     assert run(then)[0] == 0
 
 
-def test_signals_are_held_back_until_a_process_listens():
+def test_signals_are_blocked_until_a_process_has_its_handlers():
     then = """
 child = server.start(sleep)
 os.read(says[0], 1)

@@ -79,7 +79,7 @@ class Special(nn.Linear):
     """A linear layer that computes something else."""
 
 
-def test_a_subclass_of_linear_is_left_alone_and_named_by_no_hint():
+def test_a_subclass_of_linear_gets_no_adapter_and_no_hint_names_it():
     model = FAMILY.on_meta()
     model.layers["0"].ffn.w1.__class__ = Special
     adapt(model, Keys(modules=["*.ffn.*"]), torch.float32)
@@ -107,7 +107,7 @@ def test_an_adapted_layer_adds_the_scaled_product_of_its_two_matrices(family):
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_b_begins_at_zero_and_a_with_variance_one_over_in():
+def test_b_is_initialized_to_zero_and_a_with_variance_one_over_in():
     initialized = on_meta(FAMILY, configuration(rank=64, modules=["*.w[qo]", "*.w[123]"]))
     initialize(initialized, FAMILY, 0, CPU)
     for name, parameter in initialized.named_parameters():
@@ -118,7 +118,7 @@ def test_b_begins_at_zero_and_a_with_variance_one_over_in():
             assert abs(parameter.mean().item()) < 0.01, name
 
 
-def test_flops_are_those_of_the_products_that_a_step_makes():
+def test_flops_are_those_of_the_matmuls_in_a_step():
     dim, kv, ffn, vocabulary, layers, rank = 64, 32, 96, 512, 2, 4
     shapes = [(dim, dim), (kv, dim), (kv, dim), (dim, dim), (ffn, dim), (dim, ffn), (ffn, dim)]
     frozen = layers * sum(rows * columns for rows, columns in shapes) + vocabulary * dim
@@ -133,7 +133,7 @@ def test_flops_are_those_of_the_products_that_a_step_makes():
     assert training_flops(FAMILY, plain) == whole
 
 
-def test_memory_and_checkpoints_hold_frozen_weights_in_two_bytes_and_adapters_in_sixteen():
+def test_frozen_weights_take_two_bytes_and_adapters_sixteen_in_memory_and_checkpoints():
     config = configuration("bfloat16", rank=8)
     model = on_meta(FAMILY, config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -177,7 +177,7 @@ def test_a_merged_weight_is_float32():
 
 
 @pytest.mark.parametrize("enable", [True, False])
-def test_adapters_on_random_weights_are_warned_of(caplog, enable):
+def test_adapters_on_random_weights_cause_a_warning(caplog, enable):
     nothing: Any = None
     with caplog.at_level(logging.WARNING):
         config = configuration(enable=enable)
@@ -187,7 +187,7 @@ def test_adapters_on_random_weights_are_warned_of(caplog, enable):
     assert ["the weights that are adapted are RANDOM" in record.message for record in caplog.records] == [True] * enable
 
 
-def test_a_familys_own_parameters_of_such_names_are_its_own():
+def test_a_familys_own_parameters_may_have_the_names_of_adapters():
     """A fork that has adapters of its own making is initialized by its own table, and gets no others."""
 
     class Module:

@@ -71,7 +71,7 @@ def test_the_mean_over_many_values_follows_adamw(rounding, beta2):
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_the_first_step_is_pytorchs_in_float32_but_for_one_rounding(name, rounding):
+def test_the_first_step_equals_pytorchs_in_float32_up_to_one_rounding(name, rounding):
     torch.manual_seed(0)
     weight, gradient = torch.randn(40, 50).bfloat16(), torch.randn(40, 50).bfloat16()
     keys = {"name": name, "lr": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.3}
@@ -124,7 +124,7 @@ def test_gradients_are_divided_by_grad_scale():
     assert torch.equal(*found)
 
 
-def test_chance_is_a_function_of_the_name_and_the_step():
+def test_random_bits_are_a_function_of_the_name_and_the_step():
     def moved(name: str, steps: int) -> torch.Tensor:
         model = nn.Module()
         model.register_parameter(name, nn.Parameter(torch.ones(50, 50, dtype=torch.bfloat16)))
@@ -142,7 +142,7 @@ def test_chance_is_a_function_of_the_name_and_the_step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_compiled_and_not_the_values_are_the_same_and_one_kernel_serves_all_shapes(rounding):
+def test_compiled_and_eager_values_are_equal_and_one_kernel_serves_all_shapes(rounding):
     shapes = [(37, 53), (64, 2048), (101,), (3, 4, 5), (300, 129), (1, 40), (8192,), (2, 3, 1024)]
 
     def trained(implementation: str) -> tuple[list[torch.Tensor], int]:

@@ -41,7 +41,7 @@ def test_every_step_equals_an_independent_formula(decay_type, warmup_steps, deca
         assert schedule.at(step) == pytest.approx(lr * factor, rel=1e-12, abs=1e-18), step
 
 
-def test_total_steps_decides_the_length_whatever_training_steps_is():
+def test_total_steps_decides_the_length_for_any_training_steps():
     keys = {"warmup_steps": 5, "decay_ratio": 0.5, "decay_type": "cosine"}
     planned, stopped_early = _schedule(100, **keys), _schedule(30, total_steps=100, **keys)
     assert planned == stopped_early

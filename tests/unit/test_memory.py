@@ -31,7 +31,7 @@ def held(parameters: int, gradients: int, state: int) -> dict[str, int]:
     return {"parameters": parameters, "gradients": gradients, "optimizer state": state}
 
 
-def test_bytes_are_counted_by_what_holds_them():
+def test_bytes_are_counted_by_kind():
     model, optimizer = small_model()
     assert held_memory(model, optimizer, CPU) == held(20 * 4, 0, 0)
     model(torch.ones(2, 3)).sum().backward()
@@ -64,7 +64,7 @@ NARROW, OFFLOAD = 'training.dtype = "bfloat16"', "parallelism.cpu_offload = true
         ({"parallelism": {"data_parallel_replicate_degree": 2}}, [AC, BATCH, NARROW, "replicate_degree = 1 with", SHARD]),
     ],
 )
-def test_remedies_name_only_what_is_not_in_use_yet(sections, expected):
+def test_remedies_name_only_features_not_in_use(sections, expected):
     found = remedies(configuration(**sections), global_batch=16)
     assert len(found) == len(expected), found
     assert [part for part, line in zip(expected, found, strict=True) if part not in line] == []
@@ -123,7 +123,7 @@ def test_an_allocator_of_the_cpu_that_has_no_memory_is_explained_too():
     assert "held by this rank: no model yet" in str(raised.value) and "the machine has " in str(raised.value)
 
 
-def test_other_errors_pass_as_they_are(memory):
+def test_other_errors_pass_unchanged(memory):
     for error in (RuntimeError("something else"), ValueError("out of memory"), OSError(2, "No such file")):
         with pytest.raises(type(error)) as raised, memory.explained():
             raise error

@@ -17,7 +17,7 @@ from titanlite.loop.resume import Progress
 # --------------------------------------------------------------------------------------------------------------- speed
 
 
-def test_speed_leaves_pauses_out_and_reports_them(monkeypatch):
+def test_speed_excludes_pauses_and_reports_them(monkeypatch):
     now = 1000.0
     monkeypatch.setattr("titanlite.loop.metrics.time.perf_counter", lambda: now)
     clock = Clock(now)
@@ -47,7 +47,7 @@ def test_speed_leaves_pauses_out_and_reports_them(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "flops"), [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L20", None)]
 )
-def test_peak_is_the_devices_own_or_none(monkeypatch, name, flops):
+def test_the_peak_is_that_of_the_device_or_none(monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda"), "bfloat16") == flops
     assert peak_flops(torch.device("cuda"), "float32") is None
@@ -99,7 +99,7 @@ def _float32(value: float) -> float:
 
 
 @pytest.mark.parametrize("later", [(3, 4, 5), (5,), ()])
-def test_tensorboard_holds_the_same_scalars_also_after_a_resumption(tmp_path, later):
+def test_tensorboard_has_the_same_scalars_also_after_a_resume(tmp_path, later):
     _report(tmp_path, 1, {step: {"loss": step / 3, "lr": 1e-3} for step in (1, 2, 3, 4)}, tensorboard=True)
     _report(tmp_path, 3, {step: {"loss": step / 7, "lr": 2e-3} for step in later}, tensorboard=True)
     expected = {name: {line["step"]: _float32(line[name]) for line in _lines(tmp_path)} for name in ("loss", "lr")}
@@ -115,7 +115,7 @@ def test_console_line_of_a_step_without_labels_or_a_finite_norm():
 BEGINNING = Progress(0, Timeline([]))
 
 
-def test_the_mean_loss_is_over_the_finite_losses_since_the_last_multiple_wherever_readings_fall():
+def test_the_mean_loss_is_over_finite_losses_since_the_last_multiple_for_any_reading_interval():
     losses = [5.0, 4.0, math.nan, 3.0, 2.5, math.inf, math.nan, math.nan, 2.0, 1.0]
     steps = [StepRecord(number, 0, loss, 1.0) for number, loss in enumerate(losses, 1)]
     expected = {1: 5.0, 2: 4.5, 3: 4.5, 4: 4.0, 5: 2.5, 8: 2.5, 9: 2.0, 10: 1.5}

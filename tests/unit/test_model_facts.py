@@ -18,12 +18,12 @@ def changed(flavor: str = "plain", **parts: object) -> Family:
     return Family(SimpleNamespace(**{**every, **parts}), tiny.FLAVORS[flavor])
 
 
-def test_another_shape_is_told():
+def test_another_shape_is_reported():
     (fault, *_) = facts.shape_faults(changed(to_hf=lambda c: {**tiny.to_hf(c), "vocab_size": 500}))
     assert fault == "embed.weight is (512, 64) here, (500, 64) in transformers' model"
 
 
-def test_a_map_that_exchanges_matrices_of_one_shape_is_told_by_the_logits():
+def test_a_map_that_swaps_matrices_of_one_shape_is_found_by_the_logits():
     first, third = "layers.{i}.ffn.w1.weight", "layers.{i}.ffn.w3.weight"
     wrong = changed(HF={**tiny.HF, first: tiny.HF[third], third: tiny.HF[first]})
     assert facts.name_faults(wrong) == facts.shape_faults(wrong) == []

@@ -112,7 +112,7 @@ def test_flops_equal_those_that_pytorch_counts(name, flavor):
 
 
 @every_small_flavor
-def test_causal_flops_count_what_each_token_sees(name, flavor):
+def test_causal_flops_count_the_tokens_that_each_token_attends_to(name, flavor):
     module, c = load_family(name, flavor)
     found = module.flops(c, _SEQ)
     # forward and backward, multiply and add, scores and values
@@ -127,12 +127,12 @@ def test_causal_flops_count_what_each_token_sees(name, flavor):
 
 
 @pytest.mark.parametrize("module", _PUBLISHED)
-def test_configurations_survive_the_way_to_hugging_face_and_back(module):
+def test_configurations_survive_a_round_trip_through_hugging_face(module):
     for config in module.FLAVORS.values():
         assert module.from_hf(json.loads(json.dumps(module.to_hf(config)))) == config
 
 
-def test_gemmas_published_configurations_are_read_as_they_are_spelt():
+def test_gemmas_published_configurations_are_read():
     """What the files of gemma-3-1b, of gemma-3-12b's text model and of gemma-2-9b say of positions and layers."""
     newer = ("rope_parameters", "layer_types")
     one, twelve, two = (
@@ -146,7 +146,7 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
     assert gemma3.from_hf({**two, "rope_theta": 10000.0}) == gemma3.FLAVORS["2-9b"]
 
 
-def test_kimi_k2s_published_configuration_is_read_as_it_is_spelt():
+def test_kimi_k2s_published_configuration_is_read():
     """What its config.json says, apart from ids, names of code and quantization."""
     published = {
         **{"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840, "hidden_act": "silu"},
@@ -173,7 +173,7 @@ def test_kimi_k2s_published_configuration_is_read_as_it_is_spelt():
         ("2-2b", {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 16)}, "rope_scaling = None"),
     ],
 )
-def test_what_hugging_faces_gemma_does_not_have_is_not_exported(flavor, changes, word):
+def test_features_that_hugging_faces_gemma_lacks_are_not_exported(flavor, changes, word):
     with pytest.raises(ValueError, match=word):
         gemma3.to_hf(dataclasses.replace(gemma3.FLAVORS[flavor], **changes))
 
@@ -182,7 +182,7 @@ def test_what_hugging_faces_gemma_does_not_have_is_not_exported(flavor, changes,
 
 
 @every_small_flavor
-def test_a_window_inside_documents_sees_what_both_allow(name, flavor):
+def test_a_window_with_documents_allows_what_both_allow(name, flavor):
     """The documents of a row one by one give what they give packed, windows and all."""
     model = _model(load_family(name, flavor))
     tokens, _ = _tokens()
@@ -195,7 +195,7 @@ def test_a_window_inside_documents_sees_what_both_allow(name, flavor):
 
 
 @every_small_flavor
-def test_a_cache_gives_what_the_whole_sequence_gives_however_it_is_cut(name, flavor, monkeypatch):
+def test_a_cache_equals_the_whole_sequence_for_any_split(name, flavor, monkeypatch):
     """Rows of unequal lengths, each from slot 0 on, over two growths of the cache."""
     monkeypatch.setattr(Cache, "_STEP", 8)
     model = _model(load_family(name, flavor))

@@ -77,7 +77,7 @@ def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens(router, sha
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
-def test_a_grouped_product_multiplies_each_run_of_rows_by_its_matrix(monkeypatch, kernel):
+def test_a_grouped_matmul_multiplies_each_group_of_rows_by_its_matrix(monkeypatch, kernel):
     """PyTorch's kernel computes the same on a CPU, by a loop of its own; a GPU may leave what has no rows unwritten."""
     monkeypatch.setattr(grouped, "_has_kernel", lambda *_: kernel)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_matrices_of_experts_without_rows_have_gradients_of_zero_if_the_kernel_d
         assert (biases.grad[number] == last - first).all()
 
 
-def test_no_rows_at_all_have_gradients_of_zero_and_are_not_for_the_kernel():
+def test_without_rows_gradients_are_zero_and_the_kernel_is_not_called():
     rows, weights = torch.randn(0, 8, requires_grad=True), torch.randn(3, 16, 8, requires_grad=True)
     biases = torch.randn(3, 16, requires_grad=True)
     result = grouped_product(rows, weights, torch.zeros(3, dtype=torch.int32), True, biases)
@@ -134,7 +134,7 @@ def test_no_rows_at_all_have_gradients_of_zero_and_are_not_for_the_kernel():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_large_products_are_those_of_float64(transposed):
+def test_large_matmuls_equal_float64(transposed):
     torch.manual_seed(0)
     sizes = [300, 0, 212]  # more rows than at a time, and none
     ends = torch.tensor(sizes).cumsum(0).int()
@@ -152,7 +152,7 @@ def test_large_products_are_those_of_float64(transposed):
     assert not grouped_outer(found, rows, ends)[1].any()
 
 
-def test_the_operations_keep_the_rules_of_pytorch():
+def test_the_operations_pass_pytorchs_opcheck():
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
     torch.library.opcheck(grouped_product, (rows, weights, ends, True, torch.randn(3, 6, requires_grad=True)))
@@ -160,7 +160,7 @@ def test_the_operations_keep_the_rules_of_pytorch():
     torch.library.opcheck(grouped_outer, (torch.randn(10, 6), torch.randn(10, 4), ends))
 
 
-def test_a_mixture_is_one_graph_and_other_routings_compile_nothing():
+def test_an_moe_layer_is_one_graph_that_other_routings_do_not_recompile():
     layer = mixture(shared=True)
     counters.clear()
     torch._dynamo.reset()
@@ -183,7 +183,7 @@ def test_a_mixture_is_one_graph_and_other_routings_compile_nothing():
         ({"n_experts": 8, "top_k": 1, "groups": 8, "top_groups": 2}, "each at least 2"),
     ],
 )
-def test_a_choice_that_a_router_cannot_make_is_refused(values, word):
+def test_an_invalid_top_k_or_group_setting_is_refused(values, word):
     with pytest.raises(ValueError, match=word):
         moe.check_choice(**values)
 
@@ -191,7 +191,7 @@ def test_a_choice_that_a_router_cannot_make_is_refused(values, word):
 # ----------------------------------------------------------------------------------------------- with the rest of titanlite
 
 
-def test_muon_takes_stacks_of_experts_without_their_biases_and_float8_converts_no_part_of_a_mixture():
+def test_muon_takes_stacks_of_experts_without_biases_and_float8_converts_no_part_of_an_moe_layer():
     model = load_family("tests.tiny_gpt_oss", "plain").on_meta()
     muon = {name for name, p in model.named_parameters() if is_orthogonalized(name, p, Optimizer(name="Muon"))}
     assert "layers.0.attention.wq.weight" in muon
@@ -205,7 +205,7 @@ def test_muon_takes_stacks_of_experts_without_their_biases_and_float8_converts_n
     assert decayed & {"w1", "w2", "w3", "w1_bias", "w2_bias", "w3_bias"} == {"w1", "w2", "w3"}, "stacked biases are none"
 
 
-def test_fsdp_splits_inside_of_experts_only_where_it_divides_them_and_not_their_number():
+def test_fsdp_shards_within_experts_only_if_it_divides_their_rows_but_not_their_number():
     assert split_dimension((8, 96, 64), 8) == split_dimension((8, 96, 64), 2) == 0
     assert split_dimension((8, 96, 64), 16) == split_dimension((3, 96, 64), 2) == 1
     assert split_dimension((8, 90, 64), 16) == split_dimension((512, 64), 3) == split_dimension((8, 96, 64), 1) == 0
@@ -220,7 +220,7 @@ def test_flops_are_counted_by_pytorch_and_by_predictions():
     assert layer.active_parameters() == forward / 2 / 18
 
 
-def test_a_router_of_bfloat16_matrices_has_the_logits_and_gradients_of_float32(monkeypatch):
+def test_a_bfloat16_router_has_the_logits_and_gradients_of_float32(monkeypatch):
     """What runs on CUDA, but for the one kernel that a CPU lacks: products of bfloat16 numbers are exact in float32 too."""
     calls = []
     monkeypatch.setattr(moe, "_wide_mm", lambda left, right: calls.append(left.dtype) or left.float() @ right.float())

@@ -30,7 +30,7 @@ def _polynomial(value: torch.Tensor, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(20, 50), (50, 20), (30, 30), (1, 40), (40, 1)])
 @pytest.mark.parametrize("steps", [1, 5])
-def test_it_is_the_polynomial_of_the_singular_values(shape, steps):
+def test_orthogonalization_is_the_polynomial_of_the_singular_values(shape, steps):
     torch.manual_seed(0)
     stack = torch.randn(3, *shape) * torch.tensor([1.0, 100.0, 0.01]).view(3, 1, 1)  # each has a norm of its own
     for matrix, found in zip(stack, orthogonalized(stack, steps), strict=True):
@@ -106,7 +106,7 @@ def test_steps_of_a_stack_are_those_of_its_matrices(dtype):
 # ---------------------------------------------------------------------------------------------------------- as an optimizer
 
 
-def test_matrices_of_the_blocks_are_muons_and_all_else_is_adamws():
+def test_muon_takes_matrices_of_blocks_and_adamw_all_other_parameters():
     model = model_of()
     optimizer = build_optimizer(model, _KEYS)
     state = named_state(optimizer, model)

@@ -79,7 +79,7 @@ def offloaded() -> Layers:
     return model
 
 
-def test_gradients_are_those_without_it_bit_for_bit_also_of_several_microbatches(host_copies):
+def test_gradients_equal_those_without_offloading_bit_for_bit_for_several_microbatches(host_copies):
     assert all(map(torch.equal, gradients(offloaded(), 3), gradients(Layers(), 3)))
     assert len(host_copies) == 3 * 4
 

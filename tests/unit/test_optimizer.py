@@ -57,7 +57,7 @@ def test_matrices_and_embeddings_decay_by_default_and_norms_do_not():
     assert _decayed(model, Keys()) == {name for name, _ in model.named_parameters() if "norm" not in name}
 
 
-def test_decay_parameters_is_searched_in_the_names():
+def test_decay_parameters_is_a_pattern_of_names():
     attention = {f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
     assert _decayed(model_of(), Keys(decay_parameters=r"attention\.w")) == attention
     norms = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "head.norm.weight"}
@@ -65,7 +65,7 @@ def test_decay_parameters_is_searched_in_the_names():
     assert _decayed(model_of(), Keys(decay_parameters="")) == _decayed(model_of(), Keys())
 
 
-def test_a_model_in_which_everything_or_nothing_decays_is_trained():
+def test_all_parameters_or_none_may_decay():
     for model, count in ((nn.Linear(2, 2, bias=False), 1), (nn.LayerNorm(2), 0)):
         assert len(_decayed(model, Keys())) == count
 
@@ -99,7 +99,7 @@ def test_steps_equal_those_of_the_plain_loop(name, implementation):
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_the_state_is_there_before_the_first_step_as_pytorch_would_begin_it(name, implementation):
+def test_the_state_before_the_first_step_is_that_of_pytorch(name, implementation):
     ours, theirs = model_of(), model_of()
     keys = Keys(name=name, implementation=implementation, lr=1e-2)
     optimizers = {id(model): build_optimizer(model, keys) for model in (ours, theirs)}
@@ -197,13 +197,13 @@ REFUSED = [  # keys, the one that the fault names first, its remedy
 
 
 @pytest.mark.parametrize(("wrong", "key", "remedy"), REFUSED)
-def test_the_wrong_is_refused_by_name_and_the_right_passes(wrong, key, remedy):
+def test_wrong_values_are_refused_by_name_and_correct_ones_pass(wrong, key, remedy):
     (fault,) = _faults(wrong)
     assert fault.startswith(f"{key} = ")
     assert _faults(wrong | remedy) == []
 
 
-def test_the_compiled_kernel_needs_a_compiler_where_parameters_are_on_a_cpu(monkeypatch):
+def test_the_compiled_kernel_needs_a_compiler_if_parameters_are_on_a_cpu(monkeypatch):
     monkeypatch.setattr(compile, "has_compiler", lambda: False)
     (fault,) = _faults(BFLOAT16)
     assert 'optimizer.implementation = "fused": with training.dtype = "bfloat16" its kernel is compiled' in fault

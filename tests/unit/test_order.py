@@ -42,7 +42,7 @@ def test_every_epoch_holds_every_sample_once():
 
 
 @pytest.mark.parametrize("samples", [7, 1_000_003, 2**41 + 5])
-def test_far_positions_are_answered_at_once(samples):
+def test_far_positions_are_computed_directly(samples):
     begin = time.process_time()
     together = sample_at(np.arange(2**40, 2**40 + 64), samples, seed=0)
     seconds = time.process_time() - begin
@@ -69,7 +69,7 @@ _MIXTURES = [[1], [1, 1], [3, 1], [1, 3, 1], [1000, 1, 7], [MIXTURE - 2, 1, 1], 
 
 
 @pytest.mark.parametrize("shares", _MIXTURES, ids=str)
-def test_a_mixture_deals_every_sample_once_and_in_order_and_holds_the_shares_within_one_sample_a_source(shares):
+def test_a_mixture_deals_every_sample_once_in_order_and_keeps_shares_within_one_sample_per_source(shares):
     source, index = interleave(np.arange(5000), shares)
     for number in range(len(shares)):
         assert index[source == number].tolist() == list(range((source == number).sum()))

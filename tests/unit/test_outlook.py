@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
         (Measured(2.0, 100, paused=0.2), "unexplained"),
     ],
 )
-def test_a_run_that_is_slower_than_the_error_allows_says_why(measured, named):
+def test_a_run_slower_than_the_error_allows_logs_the_likely_reason(measured, named):
     text, warned = verdict(PREDICTED, measured)
     assert named in text and warned == bool(named)
     assert sum(cause in text for cause in (DATA, COMPILED, THROTTLED, PAUSED, "unexplained")) == bool(named)
@@ -45,7 +45,7 @@ def test_a_run_that_is_slower_than_the_error_allows_says_why(measured, named):
 @pytest.mark.parametrize(
     ("name", "found"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", None), ("", None)]
 )
-def test_a_gpu_is_known_by_the_whole_name_that_its_driver_gives(monkeypatch, name, found):
+def test_a_gpu_is_identified_by_the_full_name_of_its_driver(monkeypatch, name, found):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert entry(torch.device("cuda")) == found
     assert entry(CPU) is None
@@ -93,11 +93,11 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_nothing_is_said_where_the_plan_says_unknown(caplog, monkeypatch, name):
+def test_nothing_is_logged_if_the_plan_has_no_known_error(caplog, monkeypatch, name):
     assert logged(caplog, monkeypatch, config_of(**UNKNOWN[name])) == []
 
 
-def test_other_devices_and_ranks_say_nothing_and_a_forks_model_that_cannot_be_read_why(caplog, monkeypatch):
+def test_other_devices_and_ranks_log_nothing_and_an_unreadable_fork_logs_the_reason(caplog, monkeypatch):
     assert logged(caplog, monkeypatch, config_of(), device=None) == []
     assert logged(caplog, monkeypatch, config_of(), active=False) == []
     monkeypatch.setattr(outlook, "job_of", lambda *_: torch.nn.Module().embed)

@@ -63,7 +63,7 @@ def test_overrides_of_a_file_add_to_those_of_its_base(tmp_path):
         ("8b", {"rope_type": "yarn", "factor": 4, "original_max_positions": 8192}, YarnScaling(4.0, 8192)),
     ],
 )
-def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, value, expected):
+def test_a_nested_table_changes_what_it_names_and_none_removes_it(flavor, value, expected):
     found = load_family("llama3", flavor, overrides={"rope_scaling": value}).config.rope_scaling
     assert found == expected and [*map(type, found or ())] == [*map(type, expected or ())]
 
@@ -76,7 +76,7 @@ def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, val
         ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a finite number"),
         ({"rope_scaling": {"rope_type": "ntk"}}, 'rope_scaling = {"rope_type": "ntk"}: must be "none", or a table whose'),
         ({"rope_scaling": {"rope_type": "linear", "factr": 8}}, "factr = 8: LinearScaling has no such dimension; did you mean"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling: has no low_freq_factor, high_freq_factor,"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling: lacks low_freq_factor, high_freq_factor,"),
     ],
 )
 def test_a_wrong_override_is_refused_by_its_key(overrides, expected):

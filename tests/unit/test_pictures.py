@@ -52,6 +52,6 @@ def test_a_query_sees_its_own_document_up_to_itself():
     assert seen == [12 * 13 // 2, 5 * 6 // 2 + 3 * 4 // 2 + 4 * 5 // 2, 12 + 6 + 9]
 
 
-def test_words_that_do_not_fit_the_paper_are_an_error():
+def test_text_that_does_not_fit_the_picture_is_an_error():
     with pytest.raises(AssertionError, match="does not fit: a long line"):
         Drawing(40, 40, "").text(0, 20, "a long line")

@@ -25,7 +25,7 @@ def pipelined(ranks: int, schedule: str = "1F1B", microbatches: int = 8, layers:
     return config_of({}, "plain", model={"overrides": {"n_layers": layers}}, parallelism=parallelism, training=batch)
 
 
-def test_the_longest_part_is_as_short_as_any_division_makes_it():
+def test_the_longest_part_is_as_short_as_possible():
     numbers = random.Random(0)
     for _ in range(60):
         costs = [numbers.uniform(0.5, 3.0) for _ in range(numbers.randint(2, 8))]
@@ -54,7 +54,7 @@ def test_a_large_head_leaves_fewer_blocks_to_the_last_stage():
 
 @pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
 @pytest.mark.parametrize("flavor", ["plain", "tied"])
-def test_every_tensor_is_on_one_rank_but_a_tied_one(schedule, flavor):
+def test_every_tensor_but_a_tied_one_is_on_one_rank(schedule, flavor):
     config = pipelined(2, schedule)
     family = family_of(config.model.model_copy(update={"flavor": flavor}))
     model = on_meta(family, config)
@@ -67,7 +67,7 @@ def test_every_tensor_is_on_one_rank_but_a_tied_one(schedule, flavor):
     "schedule, ranks, microbatches",
     [("GPipe", 4, 6), ("1F1B", 4, 8), ("1F1B", 2, 2), ("Interleaved1F1B", 4, 8), ("LoopedBFS", 2, 4)],
 )
-def test_the_idle_time_of_equal_stages_is_that_of_the_closed_form(schedule, ranks, microbatches):
+def test_the_bubble_of_equal_stages_has_its_closed_form(schedule, ranks, microbatches):
     """(p - 1) / (v m + p - 1) for p ranks with v stages each and m microbatches (Narayanan et al., arXiv:2104.04473, 2.2)."""
     several = STAGES_OF_A_RANK[schedule]
     with simulated_ranks(ranks):
@@ -94,7 +94,7 @@ def test_gradients_exist_from_the_first_backward_pass_of_a_stage_on():
     assert found == [(10, 0), (30, 0), (30, 0), (10, 200), (10, 200), (0, 300), (20, 300), (20, 300), (0, 300)]
 
 
-def test_a_schedule_that_stops_is_found():
+def test_a_schedule_that_deadlocks_is_found():
     with simulated_ranks(2):
         order = orders("GPipe", 2, 4, 2)
     order[1] = [order[1][-1], *order[1][:-1]]  # the last backward pass first

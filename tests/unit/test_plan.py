@@ -103,7 +103,7 @@ PATTERNS += zip([*ORDERS[1:], "wwawwawwawwawwa", "awwwwwlwwwwwlwwwww"], itertool
 @pytest.mark.parametrize(
     ("pattern", "name"), [PATTERNS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in PATTERNS[1:])]
 )
-def test_a_hybrid_in_any_order_of_its_kinds_is_what_all_its_layers_give(pattern, name, monkeypatch):
+def test_a_hybrid_with_any_order_of_layers_equals_all_its_layers(pattern, name, monkeypatch):
     few = hybrid(pattern, HYBRIDS[name], monkeypatch)
     monkeypatch.setattr(Layers, "of", every_layer_of)
     whole = hybrid(pattern, HYBRIDS[name], monkeypatch)
@@ -146,7 +146,7 @@ def test_flops_are_those_of_the_family_and_recomputation_adds_a_forward_pass():
 MORE: tuple[dict[str, object], ...] = ({}, {"sequence_chunks": 4}, {"offload": True})
 
 
-def test_parts_of_the_sequence_and_the_memory_of_the_host_save_what_they_should(monkeypatch):
+def test_sequence_parts_and_offloading_save_the_expected_memory(monkeypatch):
     """The inputs of four blocks, 8 x 256 tokens of 64 float32 features each, leave the device."""
     monkeypatch.setitem(tiny.FLAVORS, "wide", dataclasses.replace(tiny.FLAVORS["deep"], ffn_dim=2048))
     config, size = Case({}, "wide", training={"seq_len": 256}).config(), 8 * 256 * 64 * 4
@@ -163,7 +163,7 @@ def test_what_a_rank_sends_is_that_of_a_ring(kind, sent):
     assert ring_bytes(kind, 800, 4) == sent
 
 
-def test_a_measured_size_does_not_hang_on_what_was_there_before():
+def test_a_measured_size_does_not_depend_on_earlier_allocations():
     """Garbage that is collected late, a tensor that a thread gives back late, and one whose memory FSDP2 allocates again."""
     with Allocations() as watch:
         late, again, kept = (torch.ones(1000) for _ in range(3))
@@ -176,7 +176,7 @@ def test_a_measured_size_does_not_hang_on_what_was_there_before():
     assert watch.live() == 8000 and watch.peaks == {"": 8000}, new.shape
 
 
-def test_tensors_of_whole_shapes_on_which_dtensor_derives_placements_are_no_memory():
+def test_full_shapes_from_which_dtensor_derives_placements_are_no_memory():
     """PyTorch 2.11 derives those of an update in each step, and 120 GiB were predicted of 8B's."""
     with simulated_ranks(64):
         mesh, allocations = init_device_mesh("cpu", (64,)), Allocations()

@@ -71,14 +71,14 @@ def _expected(tokenizer: LoadedTokenizer, texts: list[str], end: bool = True) ->
 
 
 @pytest.mark.parametrize("end", [True, False])
-def test_every_document_is_there_in_order_closed_by_the_end_of_text_where_asked(tmp_path, tokenizer, many_units, end):
+def test_every_document_is_written_in_order_with_the_end_of_text_if_configured(tmp_path, tokenizer, many_units, end):
     manifest = _prepare(write_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "out", tokenizer, append_eos=end)
     assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS, end)
     assert manifest["end_of_text"] == (tokenizer.end_of_text if end else None)
     assert not (tmp_path / "out.unfinished").exists()
 
 
-def test_the_manifest_tells_what_the_files_hold(tmp_path, tokenizer, many_units):
+def test_the_manifest_describes_the_files(tmp_path, tokenizer, many_units):
     first, second = write_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "b.txt"
     second.write_text("the end")
     manifest = _prepare([second, first], tmp_path / "out", tokenizer, shard_tokens=300)
@@ -177,7 +177,7 @@ def test_skipped_documents_are_counted_and_all_listed_in_order(tmp_path, tokeniz
     assert manifest["skipped"] == 4
 
 
-def test_a_text_that_the_tokenizer_cannot_encode_is_told_among_those_it_can(tmp_path):
+def test_a_text_that_the_tokenizer_cannot_encode_is_named_among_others(tmp_path):
     words = Tokenizer(models.WordLevel({"<eos>": 0, "known": 1}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     path = write_jsonl(tmp_path / "a.jsonl", ["known", "unknown", "known known"])
@@ -218,7 +218,7 @@ def _interrupted(inputs: Any, output: Path, tokenizer: LoadedTokenizer, place: s
     "place",
     ["shards.write_index", "encode.sync_contents", "prepare.write_shards", "prepare._count_inputs", "prepare._hand_over"],
 )
-def test_whatever_the_instant_of_the_end_the_same_command_gives_the_same_files(tmp_path, tokenizer, many_units, place):
+def test_killed_at_any_instant_the_same_command_gives_the_same_files(tmp_path, tokenizer, many_units, place):
     path = write_jsonl(tmp_path / "a.jsonl", _TEXTS)
     _prepare(path, tmp_path / "whole", tokenizer, shard_tokens=300)
     _interrupted(path, tmp_path / "out", tokenizer, place, shard_tokens=300)
@@ -258,7 +258,7 @@ def test_changed_inputs_are_refused_with_their_names(tmp_path, tokenizer, many_u
         _prepare(paths, tmp_path / "out", tokenizer)
 
 
-def test_inputs_that_change_while_they_are_read_never_get_the_final_name(tmp_path, tokenizer, many_units, monkeypatch):
+def test_an_output_of_inputs_that_change_never_gets_the_final_name(tmp_path, tokenizer, many_units, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", _TEXTS)
     encode_all = prepare.encode_all
 
@@ -291,7 +291,7 @@ def test_two_commands_at_once_are_refused(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_write_that_fails_is_told_and_the_same_command_goes_on(tmp_path, tokenizer, workers, monkeypatch):
+def test_a_failed_write_is_reported_and_the_same_command_continues(tmp_path, tokenizer, workers, monkeypatch):
     monkeypatch.setattr(documents, "_SMALLEST", 100_000)
     path = write_jsonl(tmp_path / "a.jsonl", _TEXTS * 30)
     _prepare(path, tmp_path / "whole", tokenizer)

@@ -172,11 +172,11 @@ def test_saves_have_a_timeout_of_their_own(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_repeated_is_seen_as_the_same():
+def test_a_repeated_run_compares_as_equal():
     assert seen.__wrapped__(tuple(SMALL.items())) == seen(tuple(SMALL.items()))
 
 
-def test_a_key_whose_condition_does_not_hold_is_named_and_nothing_can_depend_on_it():
+def test_a_key_whose_condition_does_not_hold_is_named_and_has_no_effect():
     for key in KEYS:
         for condition in effects.effective_when(SECTIONS[key.split(".")[0]].model_fields[key.split(".")[1]]).conditions:
             off = {"training.global_batch_size": "-1"} | setting(key, condition)

@@ -52,7 +52,7 @@ def written(folder: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- traces
 
 
-def test_tracing_says_nothing_and_writing_counts_as_a_pause(tmp_path, capfd):
+def test_tracing_prints_nothing_and_writing_counts_as_a_pause(tmp_path, capfd):
     watch = watch_of(configuration(tmp_path, profiling={"enable_profiling": True, "profile_freq": 3}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -78,7 +78,7 @@ def test_the_flight_recorder_writes_into_the_run_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, "0"), ({"TORCH_FR_BUFFER_SIZE": "3"}, "3")])
-def test_without_a_buffer_nothing_is_recorded_unless_the_environment_asks(tmp_path, before, after):
+def test_without_a_buffer_nothing_is_recorded_unless_the_environment_requests_it(tmp_path, before, after):
     record_collectives(configuration(tmp_path / "out"), before)
     assert before == {"TORCH_FR_BUFFER_SIZE": after}
     assert not (tmp_path / "out").exists()

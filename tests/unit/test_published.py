@@ -24,7 +24,7 @@ def test_there_are_enough_runs_on_both_sides_of_the_split():
     assert len({row.table.name for row in ROWS if row.table.known}) == 5, "the tables that were quoted"
 
 
-def test_every_run_has_a_source_and_figures_that_agree():
+def test_every_run_has_a_source_and_consistent_results():
     for row in ROWS:
         repository, _, page = row.table.name.partition(":")
         assert page and (repository == "arXiv" or (repository.count("/") == 1 and row.table.commit)), row.table.name
@@ -49,7 +49,7 @@ def test_a_fault_of_the_file_is_named(old, new, named):
         read(planted(old, new))
 
 
-def test_figures_that_contradict_each_other_make_a_row_doubtful():
+def test_contradicting_results_make_a_row_doubtful():
     twice = {"tokens_per_second = 10471": "tokens_per_second = 20942", "tflops_per_gpu = 250": "tflops_per_gpu = 500"}
     for old, new in twice.items():
         assert [row for row in read(planted(old, new)) if doubts(row)], new

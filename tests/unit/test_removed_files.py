@@ -78,7 +78,7 @@ def _lines(path: Path) -> set[int]:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's, whose folder is gone
 @pytest.mark.parametrize("seed", range(12))
-def test_every_later_report_is_there_and_the_run_goes_on(tmp_path, seed):
+def test_every_later_report_is_written_and_the_run_continues(tmp_path, seed):
     draw, dump = random.Random(seed), tmp_path / "run"
     config = Config(
         job=Job(dump_folder=str(dump)),
@@ -110,7 +110,7 @@ def test_every_later_report_is_there_and_the_run_goes_on(tmp_path, seed):
     assert "process" in (dump / ".lock").read_text() and "process" in (dump / "checkpoint/.lock").read_text()
 
 
-def test_a_run_that_nobody_disturbs_warns_of_nothing(tmp_path, caplog):
+def test_an_undisturbed_run_logs_no_warning(tmp_path, caplog):
     with _training(Config(job=Job(dump_folder=str(tmp_path)), checkpoint=Checkpoint(enable=True))) as report:
         for step in range(1, 5):
             report(step)

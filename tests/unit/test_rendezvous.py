@@ -72,7 +72,7 @@ def meet(*launchers: Rendezvous) -> list[RendezvousInfo | Exception]:
     return results
 
 
-def test_nodes_get_the_ranks_of_their_numbers_and_each_start_has_a_store_of_its_own(start):
+def test_nodes_get_ranks_by_their_numbers_and_each_start_has_its_own_store(start):
     nodes = [start(number, 3) for number in range(3)]
     stores = []
     for _ in range(2):
@@ -102,12 +102,12 @@ def test_a_node_that_starts_its_ranks_again_makes_the_others_do_so(pair):
         ([{"node": 1, "ranks": 2}], ["NGPU=2", "NGPU=1", "must be equal"]),
     ],
 )
-def test_launchers_that_do_not_fit_together_all_end_at_once_with_the_variable(start, others, words):
+def test_incompatible_launchers_all_end_at_once_and_name_the_variable(start, others, words):
     for error in meet(start(0, 3), *(start(**{"nodes": 3, **other}) for other in others)):
         assert isinstance(error, UserError) and all(word in str(error) for word in words), error
 
 
-def test_a_launcher_that_comes_too_late_ends_and_the_run_goes_on(start, pair):
+def test_a_late_launcher_ends_and_the_run_continues(start, pair):
     (error,) = meet(start(1))
     assert isinstance(error, UserError) and "NODE_RANK=1 is used twice" in str(error)
     assert [node.num_nodes_waiting() for node in pair] == [0, 0]
@@ -121,7 +121,7 @@ def test_a_busy_port_is_named_at_once(start, port):
 @pytest.mark.parametrize(
     "node, words", [(0, "launchers are missing, with NODE_RANK 1, 2"), (1, "node 0 does not answer (Connection refused)")]
 )
-def test_a_missing_node_is_named_and_waited_for_until_the_timeout(start, monkeypatch, capsys, node, words):
+def test_a_missing_node_is_named_and_awaited_until_the_timeout(start, monkeypatch, capsys, node, words):
     monkeypatch.setattr(rendezvous, "_NAMED_AFTER", 0.3)
     (error,) = meet(start(node, 3, patience=1))
     assert isinstance(error, RendezvousTimeoutError) and words in str(error) and "RDZV_TIMEOUT=1" in str(error)
@@ -143,7 +143,7 @@ def test_another_program_at_the_endpoint_is_not_taken_for_node_0(start, port):
 
 
 @pytest.mark.parametrize("text", [b"GET / HTTP/1.1", b"{}", b"[" * 100_000])
-def test_what_is_no_launcher_gets_no_answer_and_changes_nothing(start, port, text):
+def test_other_clients_get_no_answer_and_change_nothing(start, port, text):
     first = start(0)
     with socket.create_connection(("localhost", port)) as connection:
         connection.sendall(text + b"\n")
@@ -159,7 +159,7 @@ def test_the_others_end_when_the_launcher_of_node_0_has_ended(pair):
         pair[1].num_nodes_waiting()
 
 
-def test_the_others_end_when_node_0_does_not_answer_any_more_even_if_they_are_stuck(start, monkeypatch, capfd):
+def test_the_others_end_when_node_0_no_longer_answers_even_if_they_are_stuck(start, monkeypatch, capfd):
     codes: list[int] = []
     monkeypatch.setattr(rendezvous, "_ANSWERED_WITHIN", 0.2)
     monkeypatch.setattr(rendezvous, "_LEAVING", 0.0)
@@ -172,7 +172,7 @@ def test_the_others_end_when_node_0_does_not_answer_any_more_even_if_they_are_st
     assert "the run is over" in capfd.readouterr().err
 
 
-def test_who_has_ended_for_good_is_not_waited_for(pair):
+def test_a_node_that_has_ended_is_not_waited_for(pair):
     pair[1].shutdown()
     (error,) = meet(pair[0])
     assert isinstance(error, RendezvousClosedError) and "has ended" in str(error)

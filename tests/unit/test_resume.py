@@ -73,19 +73,19 @@ def resume(keys: dict[str, Any] | None = None, found: Manifest | None = None, gl
 # ------------------------------------------------------------------------------------------------------- every key's verdict
 
 
-def test_what_may_be_allowed_is_what_changes_the_mathematics_the_data_and_the_code():
+def test_only_changes_of_mathematics_data_and_code_can_be_allowed():
     assert {*MUST_BE_ALLOWED, "data", "model.source"} <= {*changeable()}
     assert not {*changeable()} & {*CANNOT_CHANGE, *MAY_CHANGE}
 
 
 @pytest.mark.parametrize(("key", "value"), [*(MUST_BE_ALLOWED | CANNOT_CHANGE | MAY_CHANGE).items()])
-def test_another_value_of_a_key_is_noticed_where_it_matters_and_only_there(key, value):
+def test_a_changed_key_is_noticed_only_where_it_matters(key, value):
     found = [str(change.key) for change in changes(setting(with_keys(configuration(), {key: value})), stored().numbers)]
     assert found == ([] if key in MAY_CHANGE else [key])
 
 
 @pytest.mark.parametrize("value", [float("inf"), 1 / 3])
-def test_a_number_that_went_through_a_file_is_the_same_number(value):
+def test_a_number_written_to_a_file_and_read_back_is_unchanged(value):
     keys = {"training.max_norm": value}
     assert list(changes(setting(configuration(keys)), stored(keys).numbers)) == []
 
@@ -107,7 +107,7 @@ def test_a_key_that_a_newer_version_has_added_was_at_its_default_before():
 TWO = {"optimizer.lr": 1e-4, "training.seed": 3}
 
 
-def test_what_is_not_allowed_is_listed_with_both_values_and_a_remedy_that_works(tmp_path):
+def test_changes_not_allowed_are_listed_with_both_values_and_a_working_remedy(tmp_path):
     with pytest.raises(UserError) as raised:
         resume(TWO)
     first, *listed, remedy = str(raised.value).splitlines()
@@ -132,12 +132,12 @@ def test_patterns_allow_the_keys_that_they_match(allowed, refused):
 
 
 @pytest.mark.parametrize("allowed", [[], ["*"], ["training.seq_len"]])
-def test_what_is_impossible_cannot_be_allowed(allowed):
+def test_impossible_changes_cannot_be_allowed(allowed):
     with pytest.raises(UserError, match=r"training\.seq_len"):
         resume({"training.seq_len": 16, "checkpoint.allow_changes": allowed})
 
 
-def test_other_data_needs_its_own_word():
+def test_other_data_must_be_allowed_explicitly():
     """Text and tokenizer count by what they come to, not by their paths."""
     other = data_of([np.arange(500)], configuration(), 512)
 
@@ -152,7 +152,7 @@ def test_other_data_needs_its_own_word():
 
 
 @pytest.mark.parametrize("foreign", [{"config": {}}, {"data": {}}, {"model_source": None}], ids=str)
-def test_a_whole_manifest_of_something_else_is_refused_in_a_sentence(foreign):
+def test_a_valid_manifest_of_something_else_is_refused_in_one_sentence(foreign):
     """Right checksums do not make it a run's: a tool may have written it, or somebody who means harm."""
     numbers = stored().numbers | foreign
     with pytest.raises(UserError, match=f"{SOURCE}: its (manifest is sound|timeline)"):
@@ -188,7 +188,7 @@ def test_other_overrides_are_another_architecture_and_those_of_an_equal_flavor_a
     assert resume({"model.flavor": "deep", "model.overrides": {"n_layers": 2}}) == build_schedule(configuration())
 
 
-def test_dimensions_that_json_writes_in_another_way_are_no_change():
+def test_dimensions_that_json_writes_differently_are_no_change():
     """A dimension may be a tuple, which JSON returns as a list."""
 
     @dataclasses.dataclass(frozen=True)
@@ -210,7 +210,7 @@ def test_dimensions_that_json_writes_in_another_way_are_no_change():
 
 @pytest.mark.parametrize(("before", "now"), [(-1, -1), (-1, 8), (8, -1), (8, 8)])
 @pytest.mark.parametrize("local", [8, 2])
-def test_a_batch_that_comes_to_the_same_is_the_same(before, now, local):
+def test_an_equal_global_batch_is_no_change(before, now, local):
     """-1 on 1 rank of 8 samples and -1 on 4 ranks of 2 are one batch."""
     keys = {"training.global_batch_size": now, "training.local_batch_size": local}
     resume(keys, stored({"training.global_batch_size": before}), global_batch=configuration(keys).global_batch(8 // local))
@@ -239,7 +239,7 @@ def test_a_run_of_another_length_keeps_the_schedule_that_it_began_with(steps):
     assert schedule.at(1000) == pytest.approx(0.1 * schedule.lr)
 
 
-def test_a_schedule_that_was_kept_once_is_kept_by_the_run_after_that():
+def test_a_kept_schedule_is_kept_by_later_runs():
     """What counts is the schedule that was followed, not what the keys of its run would make again."""
     second = stored(STABLE | {STEPS: 40}, schedule=build_schedule(configuration(STABLE)))
     assert resume(STABLE | {STEPS: 60}, second).total_steps == 20
@@ -253,12 +253,12 @@ def test_another_planned_length_moves_the_decay_and_must_be_allowed():
     assert (schedule.total_steps, schedule.decay_start) == (40, 20)
 
 
-def test_the_planned_length_that_was_followed_may_be_written_out():
+def test_the_planned_length_may_be_set_explicitly():
     assert resume({TOTAL: 20, STEPS: 20}).total_steps == 20
     assert resume({STEPS: 15}, stored({TOTAL: 20, STEPS: 10})).total_steps == 20
 
 
-def test_nothing_is_trained_beyond_a_schedule_that_ended_at_rate_zero_and_the_remedy_works():
+def test_no_step_follows_a_schedule_that_ended_at_rate_zero_and_the_remedy_works():
     with pytest.raises(UserError, match=r"training\.steps") as raised:
         resume({STEPS: 40})
     remedy = str(raised.value).partition("To stretch it: ")[2].split()
@@ -267,7 +267,7 @@ def test_nothing_is_trained_beyond_a_schedule_that_ended_at_rate_zero_and_the_re
     assert resume({STEPS: 20}).total_steps == 20
 
 
-def test_a_decay_is_begun_from_a_constant_rate_when_it_is_allowed():
+def test_a_decay_may_start_from_a_constant_rate_if_allowed():
     """Warm-up, stable, decay: the checkpoint of a constant rate is decayed, on a branch."""
     flat = {"lr_scheduler.decay_ratio": 0.0, STEPS: 100}
     decay = {"lr_scheduler.decay_ratio": 0.4, TOTAL: 25, STEPS: 25}

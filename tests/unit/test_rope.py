@@ -121,7 +121,7 @@ def test_logits_are_those_of_transformers_within_and_beyond_the_original_length(
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
-def test_generation_rotates_a_text_by_the_length_that_it_may_reach_whatever_is_beside_it(name):
+def test_generation_rotates_each_text_by_its_own_maximum_length(name):
     """A batch of a short and a long prompt, whose logits are those of one pass over the whole text."""
     model, _ = _both(tiny, _SCALINGS[name])
     prompts, new = [[5, 6, 7], [i * 11 % 512 for i in range(30)]], 6
@@ -143,7 +143,7 @@ def test_generation_rotates_a_text_by_the_length_that_it_may_reach_whatever_is_b
 
 @pytest.mark.parametrize("module", [llama3, qwen3, olmo2])
 @pytest.mark.parametrize("name", TABLES)
-def test_a_scaling_survives_the_way_through_config_json(module, name):
+def test_a_scaling_survives_a_round_trip_through_config_json(module, name):
     plain = dataclasses.replace(module.FLAVORS["debug"], head_dim=_HEAD)
     description = {**module.to_hf(plain), "rope_scaling": TABLES[name], "max_position_embeddings": 8 * _ORIGINAL}
     config = module.from_hf(json.loads(json.dumps(description)))
@@ -154,7 +154,7 @@ def test_a_scaling_survives_the_way_through_config_json(module, name):
         assert exported["max_position_embeddings"] == 8 * _ORIGINAL
 
 
-def test_an_original_length_outside_of_the_table_counts_and_so_does_the_greatest_one():
+def test_the_original_length_may_be_outside_of_the_table_or_default_to_the_maximum():
     """As in Phi 3's files; without any, transformers takes max_position_embeddings."""
     without = {name: value for name, value in _YARN.items() if name != "original_max_position_embeddings"}
     found = llama3.from_hf(_json(_YARN, original_max_position_embeddings=77)).rope_scaling
@@ -175,7 +175,7 @@ def _configuration(tmp_path: Path, scaling: dict) -> Config:
     return Config.model_validate({"job": {"dump_folder": str(tmp_path)}, "model": model, "training": {"seq_len": 64}})
 
 
-def test_a_scaling_by_the_length_of_the_text_is_refused_for_training_only(tmp_path):
+def test_a_scaling_by_text_length_is_refused_only_for_training(tmp_path):
     scaling = {"rope_type": "dynamic", "factor": 4.0, "max_positions": 16}
     with pytest.raises(Faults) as caught:
         check(_configuration(tmp_path, scaling), "run.toml", 1)
@@ -185,7 +185,7 @@ def test_a_scaling_by_the_length_of_the_text_is_refused_for_training_only(tmp_pa
     assert model.limits.generates
 
 
-def test_in_training_the_length_of_the_samples_chooses_the_factors_of_longrope_whatever_is_packed():
+def test_in_training_seq_len_selects_the_longrope_factors_for_any_packing():
     """A document has the same rotation alone in a row and beside others, in short and in long samples."""
     scaling = _SCALINGS["longrope"]
     for length in (_SMALL_ORIGINAL, 2 * _SMALL_ORIGINAL):
@@ -196,7 +196,7 @@ def test_in_training_the_length_of_the_samples_chooses_the_factors_of_longrope_w
         assert torch.equal(tables[0][0, : length - 6], tables[1][0, 6:])
 
 
-def test_a_rank_that_has_half_of_a_sequence_has_the_factors_of_the_whole():
+def test_a_rank_with_half_of_a_sequence_has_the_factors_of_the_full_sequence():
     scaling, positions = _SCALINGS["longrope"], torch.arange(2 * _SMALL_ORIGINAL)[None]
     places = torch.arange(_SMALL_ORIGINAL) + 4
     split = Split(SimpleNamespace(size=lambda: 2), "gather", (0, 3), places)

@@ -30,7 +30,7 @@ def test_the_mean_of_stochastic_rounding_is_the_value(value):
     assert share == pytest.approx(expected, abs=5 * math.sqrt(expected * (1 - expected) / rounded.numel()) + 2**-16)
 
 
-def test_what_bfloat16_holds_is_not_changed_whatever_the_chance():
+def test_bfloat16_values_do_not_change_for_any_random_bits():
     exact = torch.tensor([[0.0, -0.0, 1.0, -1.5, 2.0**-130, math.inf, -math.inf, 3.3895e38]]).bfloat16()
     for step in range(100):
         assert torch.equal(stochastic(exact.float(), _bits(1, 8, step=step)).view(torch.int16), exact.view(torch.int16))
@@ -73,14 +73,14 @@ def test_positions_count_modulo_two_to_the_32():
     assert [int(i) % 2**32 for i in _wrapped(index)] == [0, 1, 2**31, 2**32 - 1, 0, 5]
 
 
-def test_a_part_of_a_matrix_has_the_bits_of_its_place():
+def test_a_part_of_a_matrix_has_the_bits_of_its_position():
     key = keys_of(torch.tensor([3]), torch.tensor([4]))[0]
     whole = positions(torch.empty(8, 10))
     part = Positions(whole.rows[2:5], whole.columns[4:])
     assert torch.equal(random_bits(part, key, 0), random_bits(whole, key, 0)[2:5, 4:])
 
 
-def test_the_root_is_rounded_as_ieee_says():
+def test_the_square_root_is_rounded_by_ieee_754():
     values = torch.rand(10_000)
     expected = torch.tensor([math.sqrt(value) for value in values.tolist()], dtype=torch.float64).float()
     assert torch.equal(root(values), expected)

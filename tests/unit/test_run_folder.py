@@ -43,7 +43,7 @@ def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
         assert f"process {os.getpid()} on " in other_run(tmp_path)
 
 
-def test_removing_the_lock_file_lets_no_second_run_in_unnoticed(tmp_path, caplog):
+def test_removing_the_lock_file_does_not_admit_a_second_run_unnoticed(tmp_path, caplog):
     with closing(RunLock(tmp_path)) as held:
         held.keep()
         assert caplog.text == ""
@@ -55,7 +55,7 @@ def test_removing_the_lock_file_lets_no_second_run_in_unnoticed(tmp_path, caplog
     assert other_run(tmp_path) == ""
 
 
-def test_of_two_runs_that_a_removed_lock_file_has_let_in_the_first_one_ends(tmp_path):
+def test_if_a_removed_lock_file_admits_two_runs_the_first_one_ends(tmp_path):
     with closing(RunLock(tmp_path)) as first:
         (tmp_path / ".lock").unlink()
         with closing(RunLock(tmp_path)), pytest.raises(UserError, match="another run is training in it"):
@@ -87,7 +87,7 @@ def linked(tmp_path) -> tuple[Config, Config]:
     return run_in(tmp_path / "a"), run_in(tmp_path / "b")
 
 
-def test_two_runs_never_train_at_a_time_in_one_folder_of_checkpoints(linked):
+def test_two_runs_never_train_at_once_in_one_folder_of_checkpoints(linked):
     a, b = linked
     with closing(RunLock(*owned_folders(a))):
         with pytest.raises(UserError, match=rf"b/checkpoint: another run is training in it \(process {os.getpid()} on "):
@@ -151,7 +151,7 @@ def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp
 
 
 @pytest.mark.parametrize("point", ["fsync", "replace"])
-def test_a_failure_while_replacing_leaves_the_old_file(tmp_path, monkeypatch, point):
+def test_a_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch, point):
     path = tmp_path / "file.json"
     replace_file(path, "old")
 

@@ -93,7 +93,7 @@ def test_data_of_no_sample_is_refused_with_key_and_name(tmp_path, policy, tokens
 
 
 @pytest.mark.parametrize(("policy", "mask"), _EVERY)
-def test_a_source_is_refused_by_its_name_just_where_none_of_its_samples_has_a_label(tmp_path, policy, mask):
+def test_a_source_is_refused_by_name_only_if_none_of_its_samples_has_a_label(tmp_path, policy, mask):
     """Sources of hardly any labels: many documents of no or one token, many flags of 0."""
     found = {True: 0, False: 0}
     for seed in range(24):
@@ -182,7 +182,7 @@ def test_best_fit_rows_are_whole_pieces_of_documents_and_then_padding(tmp_path, 
 
 
 @pytest.mark.parametrize(("policy", "mask"), _EVERY)
-def test_flags_of_the_loss_decide_what_is_counted(tmp_path, policy, mask):
+def test_the_loss_mask_decides_which_labels_count(tmp_path, policy, mask):
     documents = _numbered(_random_lengths(0))
     flags = _random_flags(documents, 1)
     with_flags = _read_all(_data(tmp_path, documents, policy, mask, flags))
@@ -194,7 +194,7 @@ def test_flags_of_the_loss_decide_what_is_counted(tmp_path, policy, mask):
 
 
 @pytest.mark.parametrize(("policy", "mask"), _EVERY)
-def test_a_sample_of_padding_is_a_row_that_nothing_counts_of(tmp_path, policy, mask):
+def test_a_sample_of_padding_is_a_row_without_labels(tmp_path, policy, mask):
     data = _data(tmp_path, _numbered([40, 40]), policy, mask)
     alone = data.read(np.zeros(1, int), np.array([1]))
     arrays = data.read(np.zeros(3, int), np.array([PADDING, 1, PADDING]))
@@ -238,7 +238,7 @@ def _with_id(tmp_path, wrong: int, foreign: bool = True) -> Data:
 
 @pytest.mark.parametrize("foreign", [True, False])
 @pytest.mark.parametrize("wrong", [1000, 70_000, -1])
-def test_an_id_that_the_model_does_not_know_is_refused_when_it_is_read(tmp_path, wrong, foreign):
+def test_an_id_outside_of_the_vocabulary_is_refused_when_it_is_read(tmp_path, wrong, foreign):
     data = _with_id(tmp_path, wrong, foreign)
     fine = data.read(np.array([1, 0, 1]), np.array([4, 1, 6]))
     assert fine.tokens.shape == (3, 9)
@@ -253,7 +253,7 @@ def test_an_id_that_the_model_does_not_know_is_refused_when_it_is_read(tmp_path,
 
 @pytest.mark.parametrize("seed", _SEEDS)
 @pytest.mark.parametrize("policy", _POLICIES)
-def test_padding_and_unused_tokens_are_what_counting_gives(tmp_path, policy, seed):
+def test_padding_and_unused_tokens_equal_counting(tmp_path, policy, seed):
     lengths = _random_lengths(seed)
     data = _data(tmp_path, _numbered(lengths), policy)
     tokens = _read_all(data).tokens
@@ -291,7 +291,7 @@ def test_without_weights_every_source_is_read_once_in_the_same_time(tmp_path, po
     assert len(set(counts)) == 3
 
 
-def test_weights_and_sizes_too_small_to_be_counted_are_refused_all_at_once_with_the_names_of_their_sources(tmp_path):
+def test_too_small_weights_and_sizes_are_refused_together_with_their_sources(tmp_path):
     weights = {"all": 1.0, "next to none": 1e-7, "less": 1e-9}
     files = [opened(write_file(tmp_path / name, _numbered([90])), name, weight=weight) for name, weight in weights.items()]
     with pytest.raises(UserError) as refused:

@@ -59,7 +59,7 @@ def test_flex_attention_gets_its_sinks_from_the_log_sum_exp(monkeypatch, mask, s
     torch.testing.assert_close(found, attend(q, k, v, dense_mask(known, window), None, softcap, sinks=sinks))
 
 
-def test_the_published_configuration_is_read_as_it_is_spelt():
+def test_the_published_configuration_is_read():
     """What the file of gpt-oss-20b says."""
     scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
     published = {

@@ -40,7 +40,7 @@ class A:
 
 
 @pytest.mark.parametrize("text", [TEXT, "no Python at all", "x = " + "(" * 5000, "", "-" * 100_000 + "1"])
-def test_where_another_version_made_the_hash_the_texts_decide(text):
+def test_if_another_version_made_the_hash_the_texts_decide(text):
     then, now = {"m": {"hash": "of 0.2", "text": text}}, {"m": {"hash": hash_of(text), "text": text}}
     assert changed_modules(then, now) == []
     assert changed_modules({"m": {"hash": "of 0.2", "text": text + "\nx = 1"}}, now) == ["m"]
@@ -108,7 +108,7 @@ ZOO = ["models", *(f"models.{part}" for part in _PARTS)]
 MINE = ["helpers_of_mine", "own", "own.later", "own.layers", "own.model", "own.parts.norms"]
 
 
-def test_the_code_of_a_model_is_all_that_it_imports_but_libraries(own):
+def test_the_code_of_a_model_is_everything_that_it_imports_except_libraries(own):
     assert list(source_of(own())) == [*MINE[:1], *ZOO, *MINE[1:]]
     assert "own.later" not in sys.modules  # nothing is imported for it
     assert list(source_of(llama3)) == ZOO

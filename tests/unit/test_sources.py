@@ -79,14 +79,14 @@ def test_the_sources_are_those_of_the_key_that_is_given(keys, paths, key):
 # -------------------------------------------------------------------------------------------------------------- finding
 
 
-def test_a_folder_of_tokenize_stands_for_its_shards_in_their_order(tokenized):
+def test_a_folder_of_tokenize_means_its_shards_in_order(tokenized):
     assert find(str(tokenized), _KEY) == [tokenized / name for name in ("00000", "00001", "00002")]
     values = read_manifest(tokenized)
     (tokenized / "manifest.json").write_text(json.dumps(sealed({**values, "shards": values["shards"][::-1]})))
     assert find(str(tokenized), _KEY) == [tokenized / name for name in ("00002", "00001", "00000")]
 
 
-def test_a_pair_is_found_by_either_file_and_by_what_they_share_and_a_folder_stands_for_its_pairs_sorted(tmp_path):
+def test_a_pair_is_found_by_either_file_or_their_prefix_and_a_folder_means_its_sorted_pairs(tmp_path):
     for name in ("web", "a.1", "a.0"):
         write_file(tmp_path / name, [[1, 2]])
         for suffix in ("", ".bin", ".idx"):
@@ -95,7 +95,7 @@ def test_a_pair_is_found_by_either_file_and_by_what_they_share_and_a_folder_stan
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_half_a_pair_is_missed_and_not_left_out(tmp_path, assets, suffix):
+def test_a_missing_file_of_a_pair_is_an_error(tmp_path, assets, suffix):
     for name in ("a", "b"):
         write_file(tmp_path / name, [[1, 2]])
     missing = path_of(tmp_path / "b", suffix)
@@ -105,7 +105,7 @@ def test_half_a_pair_is_missed_and_not_left_out(tmp_path, assets, suffix):
             _open(path, assets)
 
 
-def test_everything_else_that_is_there_is_text(tmp_path, monkeypatch):
+def test_all_other_existing_files_are_text(tmp_path, monkeypatch):
     folder = tmp_path / "texts"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl")
@@ -124,7 +124,7 @@ def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_
 # ------------------------------------------------------------------------------------------------------------ from text
 
 
-def test_text_becomes_documents_each_closed_by_the_end_of_text(tmp_path, assets, loaded):
+def test_text_becomes_documents_that_end_with_the_end_of_text(tmp_path, assets, loaded):
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "texts" / f"{number:03d}.py").write_text(text)
@@ -159,7 +159,7 @@ def test_chats_are_rendered_by_the_template_and_again_by_another(tmp_path, asset
 
 
 @pytest.mark.parametrize("point", ["encode_all", "write_shards", "_count_inputs", "_hand_over"])
-def test_a_failure_in_the_middle_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch, point):
+def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch, point):
     path = write_jsonl(tmp_path / "a.jsonl")
 
     def fail(*_arguments):
@@ -173,17 +173,17 @@ def test_a_failure_in_the_middle_leaves_nothing_that_looks_finished(tmp_path, as
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
 
 
-def test_a_folder_of_the_cache_that_is_damaged_is_made_again(tmp_path, assets, loaded):
+def test_a_damaged_cache_folder_is_created_again(tmp_path, assets, loaded):
     path = write_jsonl(tmp_path / "a.jsonl")
     (_open(path, assets).files[0].prefix.parent / "manifest.json").write_text("{}")
     assert _documents(_open(path, assets)) == _expected(loaded)
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
 
 
-def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_that_names_another(tmp_path, assets, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_to_set(tmp_path, assets, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="TITANLITE_CACHE names another folder"):
+    with pytest.raises(UserError, match="set TITANLITE_CACHE to another folder"):
         _open(write_jsonl(tmp_path / "a.jsonl"), assets)
 
 
@@ -221,7 +221,7 @@ def test_two_processes_at_once_make_tokens_once(tmp_path, assets, loaded):
 # ---------------------------------------------------------------------------------------------------- made by `tokenize`
 
 
-def test_a_folder_of_tokenize_is_read_as_it_lies(tokenized, assets, loaded, monkeypatch):
+def test_a_folder_of_tokenize_is_read_in_place(tokenized, assets, loaded, monkeypatch):
     monkeypatch.setattr(cache, "prepare", None)
     source = _open(tokenized, assets)
     assert _documents(source) == _expected(loaded)
@@ -234,7 +234,7 @@ def test_tokens_of_another_tokenizer_are_refused(tokenized, assets):
         _open(tokenized, assets)
 
 
-def test_missing_flags_of_the_loss_are_told_since_users_would_be_predicted_without(tmp_path, assets):
+def test_a_missing_loss_mask_is_reported_since_users_text_would_be_learned(tmp_path, assets):
     (assets / "chat_template.jinja").write_text(_TEMPLATE)
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(_CHAT) + "\n")

@@ -31,7 +31,7 @@ def test_each_token_is_on_one_rank(ranks, method):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_all_ranks_attend_to_as_many_keys_where_keys_are_gathered(ranks):
+def test_with_gathered_keys_all_ranks_attend_to_equally_many(ranks):
     assert len({(part.positions + 1).sum().item() for part in splits(ranks, "gather")}) == 1
 
 
@@ -41,7 +41,7 @@ def test_with_heads_exchanged_the_ranks_have_the_sequence_in_order():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_without_a_mask_and_its_gradients_are_those_of_the_whole_sequence(ranks, dtype):
+def test_attention_without_a_mask_and_its_gradients_equal_the_full_sequence(ranks, dtype):
     torch.manual_seed(0)
     whole = [torch.randn(2, heads, LENGTH, 16, dtype=dtype, requires_grad=True) for heads in (6, 2, 2)]
     gradient = torch.randn(2, 6, LENGTH, 16, dtype=dtype)
@@ -82,7 +82,7 @@ class Own(AttentionCore):
 
 
 @pytest.mark.parametrize(("kinds", "splits_it"), [([AttentionCore] * 2, True), ([AttentionCore, Own], False), ([], False)])
-def test_a_block_needs_the_attention_that_communicates_and_no_other(kinds, splits_it):
+def test_a_block_must_use_the_attention_that_communicates(kinds, splits_it):
     block = nn.ModuleList(kind(2, 2, 4) for kind in kinds)
     model: Any = SimpleNamespace(layers=nn.ModuleDict({"0": block}))
     assert ("layers.0 does not use AttentionCore.core" not in unsplittable(model)) == splits_it

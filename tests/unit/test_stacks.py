@@ -45,7 +45,7 @@ def dump(folder: Path) -> str:
     return (folder / "stacks/rank-3.txt").read_text()
 
 
-def test_where_nothing_went_wrong_nothing_is_left(tmp_path):
+def test_a_successful_run_leaves_no_stacks(tmp_path):
     assert start(tmp_path, "pass").wait(PATIENCE) == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -78,7 +78,7 @@ def test_a_crash_leaves_the_stack_and_the_next_start_adds_to_it(tmp_path):
         ("socket has broken\nand more", "socket has broken"),
     ],
 )
-def test_an_error_of_a_collective_is_reported_as_what_it_means(text, meaning):
+def test_an_error_of_a_collective_is_reported_with_its_meaning(text, meaning):
     assert stacks._echo(RuntimeError(text)) == meaning
 
 

@@ -43,7 +43,7 @@ def listen(*signals: str, before: str = "", after: str = "") -> tuple[int, str]:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_a_request_is_remembered_and_training_goes_on(signals, heard):
+def test_a_request_is_recorded_and_training_continues(signals, heard):
     assert listen(*signals) == (0, f"{heard} False")
 
 
@@ -58,7 +58,7 @@ def test_a_second_request_ends_a_rank_that_is_stuck_in_a_library():
     assert listen("SIGTERM", after=stuck) == (-signal.SIGTERM, "")
 
 
-def test_a_signal_that_was_held_back_until_the_rank_listens_is_heard():
+def test_a_signal_blocked_during_the_start_is_delivered_later():
     early = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); os.kill(os.getpid(), signal.SIGUSR2)"
     assert listen(before=early) == (0, "SIGUSR2 False")
 
@@ -75,12 +75,12 @@ assert os.wait()[1] == signal.SIGTERM
 """
 
 
-def test_a_child_that_a_rank_has_forked_ends_by_sigterm_and_the_rank_hears_nothing():
+def test_a_forked_child_of_a_rank_ends_by_sigterm_without_effect_on_the_rank():
     assert listen(after=FORK) == (0, "None False")
 
 
 @pytest.mark.parametrize(("limit", "over"), [(0.0, False), (59.5, True), (61.0, False)])
-def test_a_time_limit_counts_from_the_command_and_a_clock_that_is_set_changes_nothing(group_of_one, monkeypatch, limit, over):
+def test_a_time_limit_counts_from_the_command_and_ignores_changes_of_the_clock(group_of_one, monkeypatch, limit, over):
     monkeypatch.setattr(stop, "_begun", time.monotonic() - 3600)
     monkeypatch.setattr(time, "time", lambda: 0.0)
     reason = f"job.time_limit_minutes = {limit:g} are over" if over else None

@@ -53,7 +53,7 @@ class BesideCollectives(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_collectives_send_and_receive_without_a_copy_beside_them(batch):
+def test_collectives_send_and_receive_without_a_copy(batch):
     """At any local batch: joining ranks along the second of two dimensions would copy all hidden states."""
     training = {"global_batch_size": batch, "local_batch_size": batch}
     config = config_of({"tp": 2}, training=training, parallelism={"tensor_parallel_degree": 2})

@@ -99,13 +99,13 @@ def test_a_rollback_leaves_samples_out_and_another_one_to_an_earlier_step_undoes
     assert [(each.first_step, each.first_sample, each.skipped) for each in undone.segments] == [(1, 0, 0), (4, 32, 8)]
 
 
-def test_what_rollbacks_left_out_of_an_earlier_mixture_is_not_counted_as_read():
+def test_samples_that_rollbacks_left_out_of_an_earlier_mixture_do_not_count_as_read():
     timeline = begin(8, [("a", 1)]).rolled_back(5, 64).resumed(10, 8, [("b", 1), ("a", 1)])
     assert timeline.segments[-1].sources == [SourceState("b", 1, 0, 0, 1), SourceState("a", 0, 104, 24, 1)]
     assert timeline.segments[-1].read(124) == [10, 90]
 
 
-def test_a_checkpoint_goes_on_with_the_rollbacks_to_it_and_to_later_ones():
+def test_a_checkpoint_continues_with_the_rollbacks_to_it_and_to_later_ones():
     timeline, rollbacks = begin(8, [("a", 1)]), [Rollback(14, 10, 96), Rollback(13, 10, 104), Rollback(25, 20, 200)]
     assert timeline.after(11, rollbacks).at(21)[1] == 200
     assert [timeline.after(10, rollbacks).at(step)[1] for step in (10, 11, 20, 21)] == [72, 104, 176, 200]
@@ -121,7 +121,7 @@ def test_rollbacks_say_which_attempts_a_step_has_had():
 # --------------------------------------------------------------------------------------------------- what is stored
 
 
-def test_the_samples_of_a_run_through_everything_are_those_of_titanlite_0_2(parts):
+def test_the_samples_of_a_run_with_all_events_are_those_of_titanlite_0_2(parts):
     """The digest is of that version's samples. Each phase resumes, goes back after so many steps, and does some more."""
     phases = [  # weights, global batch, rollbacks after steps, steps
         ({"a": 1, "b": 1}, 8, [], 7),
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_titanlite_0_2_is_continued_with_the_samples_that_it_wou
     ],
     ids=str,
 )
-def test_numbers_that_do_not_fit_together_are_refused_with_their_place(entry, change):
+def test_inconsistent_numbers_are_refused_with_their_position(entry, change):
     numbers = {"step": 10, "samples": 80, "data": {"sources": [{"fingerprint": "8f"}]}}
     (segment,) = begin(8, [("8f", 1)]).numbers()
     assert stored(numbers | {"timeline": [segment]}, "run").at(11)[1] == 80

@@ -47,7 +47,7 @@ def test_a_damaged_default_tokenizer_in_the_cache_is_trained_again(default_files
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
-def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(assets):
+def test_the_vocabulary_size_follows_the_largest_id_if_some_are_unused(assets):
     path = assets / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content["added_tokens"].append({**content["added_tokens"][0], "content": "<far>", "id": 5000})
@@ -63,7 +63,7 @@ def test_end_of_text_is_the_one_that_tokenizer_config_names(assets, end):
     assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "Ġ"
 
 
-def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(assets):
+def test_truncation_and_padding_in_a_tokenizer_file_are_not_applied(assets):
     path = assets / "tokenizer.json"
     plain = load_tokenizer(str(assets)).tokenizer
     cutting = Tokenizer.from_file(str(path))
@@ -75,7 +75,7 @@ def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(a
     assert [encoding.ids for encoding in loaded.encode_batch(_TEXTS)] == expected
 
 
-def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_after_it_do_not(assets):
+def test_the_end_of_text_token_is_recognized_in_a_prompt_but_not_in_documents(assets):
     loaded = load_tokenizer(str(assets))
     text = "a<|endoftext|>"
     ids = loaded.encode(text)
@@ -97,7 +97,7 @@ def test_the_begin_of_text_is_the_bos_token_of_the_settings(assets, settings, ex
     assert loaded.bos_token == (loaded.tokenizer.token_to_id(expected) if expected else None)
 
 
-def test_digest_tells_tokenizers_apart_and_not_the_files_they_came_from(assets, tmp_path):
+def test_the_digest_distinguishes_tokenizers_but_not_their_files(assets, tmp_path):
     digest = tokenizer_digest(load_tokenizer(str(assets)))
     other = tmp_path / "other"
     other.mkdir()
@@ -134,7 +134,7 @@ def _with_added_entries() -> Tokenizer:
     ],
     ids=["byte fallback", "added entries"],
 )
-def test_bytes_of_the_ids_of_every_kind_of_vocabulary_add_up_to_those_of_the_decoded_text(make, texts, leading):
+def test_bytes_of_ids_sum_to_those_of_the_decoded_text_for_every_kind_of_vocabulary(make, texts, leading):
     """But for the space before a word, which a text does not begin with."""
     tokenizer = make()
     loaded = describe(tokenizer, None, "a test")

@@ -93,7 +93,7 @@ def is_there(path: str) -> bool:
     return False
 
 
-def test_every_private_name_is_in_this_pytorch():
+def test_every_private_name_exists_in_this_pytorch():
     running = ".".join(torch.__version__.split(".")[:2])
     running = running if running in VERSIONS else VERSIONS[-1]
     names = [*(Name(path, name) for name, path in NAMES.items()), *ATTRIBUTES, *INHERITED]
@@ -101,7 +101,7 @@ def test_every_private_name_is_in_this_pytorch():
     assert gone == [], f"PyTorch {torch.__version__} has no longer"
 
 
-def test_a_name_is_found_whatever_has_been_imported_before():
+def test_a_name_is_found_regardless_of_earlier_imports():
     """Each in a process that has imported torch alone; torch._functorch.config was missing where dynamo was not loaded."""
     program = """
 import os
@@ -117,7 +117,7 @@ for name, path in NAMES.items():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_name_that_is_gone_is_missed():
+def test_a_removed_name_is_reported():
     for path in ("torch:_no_such_name", "torch.nn:Module._no_such_name", "torch._no_such_module:name", "torch:Tensor._no"):
         assert not is_there(path)
     assert all(hasattr(torch_private, name.use) for name in ATTRIBUTES)  # the function that uses it

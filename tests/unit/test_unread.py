@@ -68,7 +68,7 @@ def _failures(kind: Kind, machine: Machine) -> Iterator[BaseException]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "okenizer" not in kind.title], ids=lambda kind: kind.title)
-def test_an_error_of_the_machine_is_told_as_such_with_the_file(tmp_path, monkeypatch, machine, kind):
+def test_a_machine_error_is_reported_as_such_with_the_file(tmp_path, monkeypatch, machine, kind):
     kind.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     kind.read()

@@ -158,7 +158,7 @@ def _nothing_was_imported(run: Path) -> None:
     assert "evil" not in sys.modules and str(run.parent) not in sys.path
 
 
-def test_the_users_own_word_imports_the_module(forged, monkeypatch, capsys):
+def test_a_module_that_the_command_names_is_imported(forged, monkeypatch, capsys):
     code, said = _ended(monkeypatch, capsys, *["export-hf", "--checkpoint", "run", "--output", "out", "--model", "evil.model"])
     assert code == 2 and "lacks Config" in said
     assert (forged.parent / "imported").exists()

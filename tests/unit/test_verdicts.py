@@ -14,7 +14,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("pattern", FORBIDDEN, ids=FORBIDDEN.values())
-def test_no_assertion_hangs_on_chance(pattern):
+def test_no_assertion_depends_on_chance(pattern):
     found = [
         f"{path.relative_to(TESTS)}:{number}: {line.strip()}"
         for path in sorted(TESTS.rglob("*.py"))

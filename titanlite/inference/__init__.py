@@ -1,1 +1,1 @@
-"""A trained model that reads and writes text: sampling and scoring with a cache."""
+"""Inference with a trained model: sampling and scoring with a KV cache."""

@@ -1,7 +1,7 @@
 """Generation and scoring with a KV cache, for batches of texts of different lengths.
 
-The model may be whole, split by tensor parallelism, or in training (FSDP2). All ranks call these functions together with the
-same arguments and get the same results.
+The model may be unsharded, split by tensor parallelism, or in training (FSDP2). All ranks call these functions together with
+the same arguments and get the same results.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,11 @@ class Sampling(NamedTuple):
 def continue_texts(
     model: Decoder, loaded: LoadedTokenizer, texts: Sequence[str], tokens: int, sampling: Sampling, tp: int
 ) -> list[str]:
-    """Each text with at most `tokens` more tokens. A text begins as a document in training, an empty one with its first token.
+    """Each text, continued by at most `tokens` tokens. It begins as a document in training does; an empty one with the
+    end-of-text token.
 
-    The tokenizer recognizes special tokens. Raises UserError if it gives ids that the model does not have, and for a text that
-    it cannot encode.
+    The tokenizer recognizes special tokens. Raises UserError for ids outside of the model's vocabulary, and for a text that the
+    tokenizer cannot encode.
     """
     end = loaded.end_of_text
     prompts = [loaded.begun(loaded.encode(text)) or [end] for text in texts]
@@ -60,9 +61,9 @@ def generate(
     tp: int = 1,
     is_done: Callable[[list[int]], bool] = lambda new: False,
 ) -> list[list[int]]:
-    """At most `tokens` new ids for each prompt of at least one id; the id `end` and everything after it is left out.
+    """At most `tokens` new ids for each prompt of at least one id, up to but not including the id `end`.
 
-    tp: the number of ranks that the model's sequence is split over. is_done: whether the new ids of a row are enough.
+    tp: the degree of tensor parallelism. is_done: whether generation of a row may stop, given its new ids.
     """
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
     position = torch.tensor([[len(prompt) - 1] for prompt in prompts])  # (prompts, 1), of the last token of each row
@@ -90,8 +91,8 @@ def generate(
 
 
 def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tp: int = 1) -> list[tuple[float, bool]]:
-    """For each (context, continuation), both of at least one id: its log-probability, and whether it is what greedy sampling
-    gives. The logarithm is natural, and summed over the tokens of the continuation.
+    """The log-probability of each continuation after its context, and whether it equals that of greedy sampling. The logarithm
+    is natural, summed over the tokens. Contexts and continuations have at least one id.
     """
     inputs = _rows([[context[-1], *new[:-1]] for context, new in pairs], tp)
     targets = _rows([list(new) for _, new in pairs], tp)
@@ -127,7 +128,7 @@ def _family_of(model: Decoder) -> str:
 
 
 def _prefill(model: Decoder, texts: Sequence[Sequence[int]], cache: Cache, tp: int) -> None:
-    """Writes texts, which may be empty, into the cache from position 0 on. The slots after a shorter one hold padding."""
+    """Writes texts, which may be empty, into the cache from position 0 on. The slots after a shorter text hold padding."""
     rows, lengths = _rows(texts, tp), torch.tensor([len(text) for text in texts])
     for columns in _parts(rows.shape[1], tp):
         positions = torch.arange(columns.start, columns.stop).expand(len(rows), -1)
@@ -156,7 +157,7 @@ def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cac
     hidden = model(tokens.to(device), SeqInfo(positions.to(device), cache=cache))
     if cache.empty:
         remedy = "use AttentionCore.core or seq.cache.state (docs/reference/styles.md), or LIMITS = {'generates': False}"
-        raise UserError(f"{_family_of(model)}: its layers keep nothing in seq.cache; {remedy}")
+        raise UserError(f"{_family_of(model)}: its layers store nothing in seq.cache; {remedy}")
     return hidden
 
 

@@ -1,4 +1,4 @@
-"""A check of a configuration, and its subject: all that is known about a run before any process starts."""
+"""A configuration check, and its subject: everything that is known about a run before any process starts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from titanlite.registry.family import Family, location_of
 
 @dataclass
 class Subject:
-    """What is checked. The family and the model are there once the checks of these names have passed."""
+    """What is checked. `family` and `model` are set once the checks of these names have passed."""
 
     config: Config
     ranks: int
-    local_ranks: int | None  # of them on this machine; None: another machine will train
+    local_ranks: int | None  # the ranks on this machine; None: the run is on another machine
     open_files: bool
     family: Family = field(init=False)
     model: Decoder = field(init=False)  # on the meta device
@@ -26,7 +26,7 @@ Faults = Callable[[Subject], Iterable[str]]
 
 
 class Check(NamedTuple):
-    """A part's faults, and the checks without which it would fail, or would report their faults again."""
+    """A part's faults. needs: the checks that must pass first; without them it would fail or repeat their faults."""
 
     name: str
     faults: Faults
@@ -34,7 +34,7 @@ class Check(NamedTuple):
 
 
 def of_module(part: Faults) -> Faults:
-    """The faults of a part that runs the code of the user's module."""
+    """Wraps a check that runs the user's model code: an exception there becomes a fault."""
 
     def faults(subject: Subject) -> Iterator[str]:
         try:

@@ -1,7 +1,7 @@
 """The config.json of a folder in Hugging Face's format: each of its keys is used, known to change nothing, or refused.
 
-A family's `from_hf` reads the keys that it uses from a `Description`, which remembers them. Any other key is refused by name,
-unless it is in HARMLESS or has a value in NEUTRAL: it may change the mathematics.
+A family's `from_hf` reads its keys from a `Description`, which records them. Any other key may change the mathematics and is
+refused by name, unless it is in HARMLESS or has a value in NEUTRAL.
 """
 
 import json
@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, create_model, model_v
 from titanlite.config import bounds
 from titanlite.ground.untrusted import MIB, FileSchema, Number, Positive, read_json
 
-_LIMIT = 16 * MIB  # one with a million labels
-# Keys that change no logits, by the sources of transformers 5.23: what the files are, and defaults of training and generation.
+_LIMIT = 16 * MIB  # enough for a million labels
+# Keys that change no logits, by the source code of transformers 5.23: metadata, and defaults of training and generation.
 _HARMLESS = """
 architectures dtype torch_dtype transformers_version _name_or_path name_or_path _commit_hash tokenizer_class use_cache
 initializer_range max_position_embeddings pretraining_tp return_dict output_hidden_states output_attentions torchscript
@@ -26,34 +26,34 @@ num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_p
 encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 output_router_logits router_aux_loss_coef quantization_config
-"""  # the last one is validated here, and titanlite.hf dequantizes weights by it
+"""  # quantization_config is validated below, and titanlite.hf uses it to dequantize weights
 HARMLESS = frozenset(_HARMLESS.split())
 _SWITCHES = """
 attention_bias mlp_bias attention_dropout hidden_dropout residual_dropout embedding_dropout use_sliding_window
 use_bidirectional_attention is_encoder_decoder add_cross_attention tie_encoder_decoder
 """
-# Values that change nothing of keys that a family does not read. So does null, which stands for a key that is not set.
+# For keys that a family does not read: the values that change nothing. Null changes nothing either; it means unset.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_SWITCHES.split(), (False,)),  # 0 is equal to it
+    **dict.fromkeys(_SWITCHES.split(), (False,)),  # 0 is equal to False
     "partial_rotary_factor": (1,),
     "router_jitter_noise": (0,),
     "is_decoder": (False, True),
     "tie_last_hidden_states": (False, True),
     "pruned_heads": ({},),
 }
-# Ten times the most layers of a published model, and more than ten times its other dimensions.
+# Bounds: at least ten times the dimensions of any published model.
 _Layers = Annotated[int, Field(gt=0, le=2**12)]
 _Heads = Annotated[int, Field(gt=0, le=2**14)]
 _Experts = Annotated[int, Field(gt=0, le=2**14)]
 _Width = Annotated[int, Field(gt=0, le=2**22)]
 _Vocabulary = Annotated[int, Field(gt=0, le=2**24)]
 _Positive = Annotated[Number, Field(gt=0), bounds.in_float32(1e-30, 1e30)]
-_Factors = Annotated[list[_Positive], Field(max_length=2**21)]  # of a head of the largest width
-_UNSET: Any = None  # of a key that may be absent, and not null
+_Factors = Annotated[list[_Positive], Field(max_length=2**21)]  # one for each pair of dimensions of the widest head
+_UNSET: Any = None  # the default of a key that may be absent, but not null
 
 
 class _Rope(FileSchema):
-    """A table of RoPE, or such tables by kind of layer."""
+    """A RoPE table, or one such table for each kind of layer."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -75,11 +75,11 @@ class _Rope(FileSchema):
 
 
 _Modules = Annotated[list[str], Field(max_length=2**17)] | None
-_Side = Annotated[int, Field(gt=0, le=2**14)]  # of a block
+_Side = Annotated[int, Field(gt=0, le=2**14)]  # of a quantization block
 
 
 class _Quantization(BaseModel):
-    """How weights are quantized; no entry but these is known to change nothing. The dtypes of the files say which weights."""
+    """How weights are quantized. Other entries are refused. The dtypes in the files show which weights are quantized."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -108,12 +108,12 @@ class _Quantization(BaseModel):
         if self.quant_method == "mxfp4" and of_float8:
             raise ValueError(f'{", ".join(sorted(of_float8))}: quant_method "mxfp4" has no such entry')
         if self.quant_method == "fp8" and "weight_block_size" not in of_float8:
-            raise ValueError('quant_method "fp8" is read with weight_block_size only: a scale for each block of a matrix')
+            raise ValueError('quant_method "fp8" needs weight_block_size: only a scale for each block of a matrix is supported')
         return self
 
 
 class _Dimensions(FileSchema):
-    """What the keys of a model must be together."""
+    """Keys whose values must fit together."""
 
     model_type: str
     num_hidden_layers: _Layers = _UNSET
@@ -134,12 +134,11 @@ class _Dimensions(FileSchema):
             raise ValueError(f"hidden_size = {dim}: without head_dim, must be divisible by num_attention_heads = {heads}")
         if self.layer_types is not None and self.num_hidden_layers not in (None, len(self.layer_types)):
             count = len(self.layer_types)
-            raise ValueError(f"layer_types: has {count} entries, and num_hidden_layers = {self.num_hidden_layers}")
+            raise ValueError(f"layer_types: has {count} entries, but num_hidden_layers = {self.num_hidden_layers}")
         return self
 
 
-# The other keys that families read, by the type of their values. Null stands for a key that is not set, where
-# transformers takes it so.
+# The other keys that families read, by the type of their values. None is allowed where transformers treats null as unset.
 _BY_TYPE: list[tuple[Any, str]] = [
     (_Width, "intermediate_size moe_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     (_Width | None, "q_lora_rank"),
@@ -170,7 +169,7 @@ _Model = create_model("_Model", __base__=_Dimensions, **_FIELDS)
 
 
 class Description(dict[str, Any]):
-    """The values of a config.json, or of a table in it. It remembers which of its keys have been read."""
+    """The values of a config.json, or of a table in it. It records which of its keys have been read."""
 
     def __init__(self, values: dict[str, Any], path: Path):
         super().__init__({key: Description(value, path) if isinstance(value, dict) else value for key, value in values.items()})
@@ -178,7 +177,7 @@ class Description(dict[str, Any]):
         self.used: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        """A value that must be there, and not null."""
+        """A value that must be present and not null."""
         self.used.add(key)
         if (value := super().__getitem__(key)) is None:
             raise KeyError(key)

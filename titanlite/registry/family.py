@@ -24,7 +24,7 @@ from titanlite.registry.description import Description, read_description, unused
 from titanlite.registry.overrides import overridden
 
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
-OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that Hugging Face's format can hold
+OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that supports Hugging Face's format
 # the files of models/ that are not families
 _SHARED = (
     "all_to_all",
@@ -43,7 +43,7 @@ _SHARED = (
     "torch_private",
 )
 _SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") for name in _SHARED]
-FROM_ASSETS = "hf"  # the flavor whose dimensions are those of model.hf_assets_path
+FROM_ASSETS = "hf"  # the flavor with the dimensions of model.hf_assets_path
 
 
 class _NoInitialization(TorchFunctionMode):
@@ -71,7 +71,7 @@ class Family(NamedTuple):
 
     @property
     def limits(self) -> Limits:
-        """What the family declares that it cannot do."""
+        """What the family's file declares in LIMITS."""
         return limits_of(self.module)
 
     def scale(self, name: str) -> dict[str, float]:
@@ -83,17 +83,17 @@ class Family(NamedTuple):
         return json.loads(json.dumps(dataclasses.asdict(self.config), default=repr))
 
     def changes_since(self, before: dict[str, Any]) -> list[str]:
-        """A sentence for each dimension in `before` that has changed; a new dimension is no change."""
+        """A sentence for each dimension in `before` that has changed; a new dimension does not count."""
         now = self.dimensions()
         return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
 
 
 class BrokenModule(UserError):
-    """The module exists, and its contents are wrong."""
+    """The module exists, but its contents are wrong."""
 
 
 def load_family(name: str, flavor: str, assets: str = "", overrides: dict[str, Any] | None = None) -> Family:
-    """The family `models.<name>`, or for a name with dots any importable module, and its flavor, in upper or lower case.
+    """The family `models.<name>`, or any importable module for a dotted name, with its flavor in upper or lower case.
 
     assets: model.hf_assets_path, whose config.json has the dimensions of the flavor "hf". overrides: model.overrides. Raises
     UserError where there is no such module, where it lacks a part of the interface, or has no such flavor or dimension.
@@ -128,13 +128,13 @@ def vocabulary_of(keys: Model) -> int:
 
 
 def trusted(config: Config, source: Path, named: str) -> Config:
-    """A configuration that a file holds, whose model may be imported: no name from a file decides which code runs.
+    """The configuration in a file, if its model may be imported: no name from a file decides which code runs.
 
     named: the module that the user's command names instead. Without it, the model must be a family of the folder models/.
     Raises UserError.
     """
     if not named and config.model.name not in family_names():
-        remedy = f"no code that a file names is run: if you trust it, name it yourself: --model {config.model.name}"
+        remedy = f"no code that a file names is run; if you trust it, add --model {config.model.name}"
         raise UserError(f"{source}: its model is {config.model.name!r}, not a family of models/; {remedy}")
     return config.model_copy(update={"model": config.model.model_copy(update={"name": named or config.model.name})})
 
@@ -145,7 +145,7 @@ def family_names() -> list[str]:
 
 
 def import_named(setting: str, dotted: str, remedy: str) -> ModuleType:
-    """The module that the user names. setting: the key and its value, for messages. remedy: for a module that is not there.
+    """The module that the user names. setting: the key and its value, for messages. remedy: for a missing module.
 
     Raises UserError where there is no such module, and BrokenModule where its import fails.
     """
@@ -172,7 +172,7 @@ def load_module(name: str) -> ModuleType:
     if lacking := [part for part in OFFERS if not hasattr(module, part)]:
         raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if FROM_ASSETS in module.FLAVORS:
-        raise BrokenModule(f'model.name = {name!r}: rename its flavor "{FROM_ASSETS}", which stands for a config.json')
+        raise BrokenModule(f'model.name = {name!r}: rename its flavor "{FROM_ASSETS}", which means a config.json')
     limits_of(module)
     return module
 
@@ -206,7 +206,7 @@ def reader_of(description: Description, remedy: str) -> str:
 
 
 def require_hf(module: ModuleType) -> None:
-    """Raises UserError for a family that Hugging Face's format cannot hold."""
+    """Raises UserError for a family that does not support Hugging Face's format."""
     if missing := [part for part in OFFERS_HF if not hasattr(module, part)]:
         raise UserError(f"{module.__name__}: lacks {', '.join(missing)}, which Hugging Face's format needs")
 
@@ -228,7 +228,7 @@ def described(module: ModuleType, description: Description) -> Any:
 def location_of(error: BaseException) -> str:
     """File and line of an error: the innermost frame of a model's code if there is one, or that of a syntax error.
 
-    A fork calls what families share, such as models/blocks.py; its own frame says how.
+    Frames of shared files such as models/blocks.py are skipped: that of the fork shows how it called them.
     """
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"

@@ -24,7 +24,7 @@ def no_generation(limits: Limits) -> str:
 
 
 def refused_dimensions(limits: Limits, degrees: dict[str, int]) -> dict[str, str]:
-    """Of a mesh, such as {"tp": 2}, the dimensions on which a family cannot run, each with the reason."""
+    """The dimensions of a mesh, such as {"tp": 2}, on which a family cannot run, each with the reason."""
     refused = {
         "tp": ("tensor_parallel", limits.tensor_parallel is not None and degrees.get("tp", 1) > limits.tensor_parallel),
         "cp": ("causal", not limits.causal and degrees.get("cp", 1) > 1),
@@ -34,7 +34,7 @@ def refused_dimensions(limits: Limits, degrees: dict[str, int]) -> dict[str, str
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
-    """Keys of a configuration that need what the family declares that it cannot do."""
+    """The keys of a configuration that need more than the family's LIMITS allow."""
     name, limits, training = config.model.name, model.limits, config.training
     keys = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}
     degrees = {dimension: getattr(config.parallelism, key) for dimension, key in keys.items()}
@@ -44,6 +44,6 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
     if config.validation.sample_prompts and (reason := no_generation(limits)):
         yield f"validation.sample_prompts: {name} {reason}; set it to []"
     if not limits.causal and training.document_policy != "pack" and not training.document_mask:
-        why = f"{name} {_says(limits, 'causal')}, so text would read the padding behind it"
+        why = f"{name} {_says(limits, 'causal')}, so text would attend to the padding after it"
         remedy = 'use "pack", or "best_fit" with document_mask = true'
         yield f'training.document_policy = "{training.document_policy}": {why}; {remedy}'

@@ -1,7 +1,7 @@
-"""`model.overrides`: a flavor with other dimensions. Names, types and bounds are those of the family's own Config.
+"""`model.overrides`: changes dimensions of a flavor. Names, types and bounds are those of the family's own Config.
 
-Tables reach into nested dataclasses and NamedTuples, such as Llama's rope_scaling, whose rope_type chooses one of several. TOML
-has no null, so "none" stands for None in a field that can be None.
+A table changes a nested dataclass or NamedTuple, such as Llama's rope_scaling, whose rope_type selects one of several. TOML has
+no null, so "none" means None in a field that can be None.
 """
 
 import inspect
@@ -22,9 +22,9 @@ from titanlite.ground.errors import UserError
 
 
 def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], family: str) -> Any:
-    """The Config `base` with the values of `overrides`. flavors: all of the family; bounds of numbers follow from them.
+    """The Config `base` with the values of `overrides`. flavors: all of the family, which determine the bounds of numbers.
 
-    Raises UserError that lists all faults, one a line.
+    Raises UserError that lists all faults, one per line.
     """
     if not overrides:
         return base
@@ -38,7 +38,7 @@ def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], fam
 def _changed(
     kind: Any, base: Any, table: dict[str, Any], flavors: Sequence[Any], key: str, owner: str, faults: list[str]
 ) -> Any:
-    """A `kind` with the values of `table`, the others from `base`, if that is not None. Adds to `faults`."""
+    """A `kind` with the values of `table`, and the others from `base` unless it is None. Appends to `faults`."""
     hints, parameters, before = typing.get_type_hints(kind), inspect.signature(kind).parameters, len(faults)
     values = {} if base is None else {name: getattr(base, name) for name in parameters}
     for name, value in table.items():
@@ -57,18 +57,18 @@ def _changed(
         else:
             values[name] = _validated(hints[name], value, known, inside, faults)
     if missing := [name for name, each in parameters.items() if name not in values and each.default is each.empty]:
-        faults.append(f"{key}: has no {', '.join(missing)}; the flavor has no {owner} to take them from")
+        faults.append(f"{key}: lacks {', '.join(missing)}, and the flavor has no {owner} to take them from")
     if len(faults) > before:
         return None
     try:
         return kind(**values)
-    except (ValueError, TypeError, AssertionError) as error:  # of the family's __post_init__
+    except (ValueError, TypeError, AssertionError) as error:  # raised by the family's __post_init__
         faults.append(f"{key}: {owner} refuses these dimensions: {error!r}")
         return None
 
 
 def _chosen(structures: Sequence[Any], base: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
-    """One of several structures: that of the table's rope_type, or of `base`, with the other values of the table."""
+    """One of several structures: that of the table's rope_type, or else the type of `base`, with the table's other values."""
     kinds = {name: kind for name, kind in SCALINGS.items() if kind in structures}
     table = dict(value) if isinstance(value, dict) else {"rope_type": value}
     named = table.pop("rope_type", next((name for name, kind in kinds.items() if isinstance(base, kind)), None))
@@ -80,12 +80,12 @@ def _chosen(structures: Sequence[Any], base: Any, value: Any, known: list[Any], 
 
 
 def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
-    """The value in the type of its field. known: the values of the family's flavors."""
+    """The value, converted to the type of its field. known: the values in the family's flavors."""
     shown = f"{key} = {json.dumps(value)}"
     if type(None) in _alternatives(hint) and isinstance(value, str) and value.lower() == "none":
         return None
     try:
-        # Read as JSON, which like TOML has lists where a field may have a tuple.
+        # Validated as JSON, where a list may fill a field that is a tuple.
         found = TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except PydanticSchemaGenerationError:
         faults.append(f"{shown}: TOML has no values of type {hint}; add a flavor to the family's file instead")
@@ -99,7 +99,7 @@ def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[s
         if not math.isfinite(found) and found not in known:
             faults.append(f"{shown}: must be a finite number")
         elif isinstance(found, float) and found and not 1e-30 <= abs(found) <= 1e30 and found not in known:
-            faults.append(f"{shown}: must be a number that float32 can be multiplied with, from 1e-30 to 1e30")
+            faults.append(f"{shown}: must be between 1e-30 and 1e30 in magnitude, the range for float32 products")
         elif found <= 0 and found < least:
             faults.append(f"{shown}: must be " + ("greater than 0" if least > 0 else f"at least {least}"))
     return found

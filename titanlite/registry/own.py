@@ -1,7 +1,7 @@
 """Finds the user's own code that a key names as "package.module:name", and calls it with its options.
 
-As for a model's module, the user's own configuration or command names what is imported, never a file that a run has written;
-and their source code belongs to the run: checkpoints and provenance.json hold it, a resume compares it.
+As for a model's module, only the user's own configuration or command names what is imported, never a file that a run has
+written. Checkpoints and provenance.json store the source code, and a resume compares it.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from titanlite.ground.errors import UserError
 from titanlite.registry.family import import_named
 from titanlite.registry.source import ModelSource, source_of
 
-# The keys that can name a part, each with the table of its options.
+# The keys that can name a part, each with the key of its options.
 KEYS = {
     "lr_scheduler.decay_type": "lr_scheduler.options",
     "training.loss": "training.loss_options",
@@ -33,7 +33,7 @@ KEYS = {
 
 
 def parts_of(config: Config) -> dict[str, str]:
-    """key -> name, of the keys that name a part."""
+    """{key: name} of the keys that name a part."""
     values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in KEYS}
     for section in ("training", "validation"):
         sources = enumerate(getattr(config, section).sources, 1)
@@ -43,14 +43,14 @@ def parts_of(config: Config) -> dict[str, str]:
 
 
 def is_part(name: str) -> bool:
-    """Whether a name is that of a part, and no path; "hub:..." stands for a dataset of the Hugging Face hub."""
+    """Whether a name is that of a part, not a path or a dataset of the Hugging Face hub ("hub:...")."""
     return bounds.PART.fullmatch(name) is not None and not name.startswith("hub:")
 
 
 def source_of_parts(config: Config, metrics: bool = False) -> ModelSource:
     """The source code of a run's parts: their modules and what these import, as for a model. Raises UserError.
 
-    metrics: those of metrics.extra too, which a resume may change.
+    metrics: include those of metrics.extra, which a resume may change.
     """
     extra = [("metrics.extra", name) for name in config.metrics.extra] if metrics else []
     found: ModelSource = {}
@@ -60,20 +60,20 @@ def source_of_parts(config: Config, metrics: bool = False) -> ModelSource:
 
 
 def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
-    """Raises UserError for a part that a file names and the user's command does not, or the other way round.
+    """Raises UserError for a part that a file names but the user's command does not, or vice versa.
 
     named: the parts that the command names.
     """
     parts = parts_of(config)
     for key, name in parts.items():
         if name not in named:
-            raise UserError(f'{source}: {key} = "{name}": no code that a file names is run; if you trust it: --own {name}')
+            raise UserError(f'{source}: {key} = "{name}": no code that a file names is run; if you trust it, add --own {name}')
     if unused := [name for name in named if name not in parts.values()]:
         raise UserError(f"--own {unused[0]}: {source} names no such part; remove the option")
 
 
 def part_of(key: str, name: str) -> Any:
-    """What a key names. Raises UserError that says what is wrong with the module or the name."""
+    """The object that a key names. Raises UserError that says what is wrong with the module or the name."""
     module, attribute = _module(key, name), name.partition(":")[2]
     if not hasattr(module, attribute):
         offered = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
@@ -102,10 +102,10 @@ def with_options(
 ) -> Callable[..., Any]:
     """The function that a key names, or a class where `classes`, with its options.
 
-    given: the names of the arguments that titanlite passes by position; ours: of those by keyword. table: of the options; by
-    default that of KEYS.
+    given: the names of the arguments that titanlite passes by position; ours: of those that it passes by keyword. table: the
+    key of the options; by default that of KEYS.
 
-    The signature decides which options there are, and their annotations which values. Raises UserError that lists all faults.
+    The signature decides which options exist, its annotations which values they take. Raises UserError that lists all faults.
     """
     part, table = function_of(key, name, classes), table or KEYS.get(key, key.replace(": path", ": options"))
     faults = list(_option_faults(name, part, given, options, ours, table))
@@ -123,7 +123,7 @@ def with_options(
 def _option_faults(
     name: str, part: Callable[..., Any], given: Sequence[str], options: dict[str, Any], ours: Collection[str], table: str
 ) -> Iterator[str]:
-    """Options that a part does not have, whose values its annotations do not allow, or that are missing."""
+    """A fault for each option that is unknown, missing, or has a value that its annotation does not allow."""
     section, parameters = table.partition(".")[0], inspect.signature(part).parameters
     passed = {*ours, *[each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]}
     own = {each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in passed}
@@ -142,9 +142,9 @@ def _option_faults(
 
 
 def _unlike(hint: Any, value: Any) -> str:
-    """What an annotation allows, for a value of a TOML file that it does not allow; where it cannot be checked, ""."""
+    """What an annotation allows, if it does not allow this value of a TOML file; "" if it does, or cannot be checked."""
     try:
-        TypeAdapter(hint).validate_json(json.dumps(value), strict=True)  # in JSON, and TOML, a list stands for a tuple too
+        TypeAdapter(hint).validate_json(json.dumps(value), strict=True)  # as in TOML, a JSON list may be a tuple
     except ValidationError as error:
         return allowed(list(error.errors()))
     except PydanticUserError:  # an annotation such as torch.Tensor
@@ -153,8 +153,8 @@ def _unlike(hint: Any, value: Any) -> str:
 
 
 def token_loss(config: Config) -> Callable[..., Any] | None:
-    """The loss of each token that `training.loss` names, a `TokenLoss` of interfaces.py, or that of [distillation]; None: the
-    cross entropy.
+    """The loss of each token: that of `training.loss`, a `TokenLoss` of interfaces.py, or that of [distillation]. None: cross
+    entropy.
 
     Raises UserError as `with_options` does.
     """
@@ -173,7 +173,7 @@ def token_loss(config: Config) -> Callable[..., Any] | None:
 def place(part: Callable[..., Any]) -> str:
     """File and line of a function or a class."""
     part = part.func if isinstance(part, functools.partial) else part
-    with contextlib.suppress(OSError, TypeError):  # what has no source
+    with contextlib.suppress(OSError, TypeError):  # no source code
         return f"{inspect.getsourcefile(inspect.unwrap(part))}, line {inspect.getsourcelines(part)[1]}"
     return repr(part)
 
@@ -188,7 +188,7 @@ def _module(key: str, name: str) -> Any:
 
 
 def _hints(part: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the arguments; none where they name what only a type checker imports."""
+    """The annotations of the arguments; none where they use a name that only type checkers import."""
     try:
         parameters = inspect.signature(part, eval_str=True).parameters
     except (NameError, TypeError):

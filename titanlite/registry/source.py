@@ -1,8 +1,8 @@
-"""The source code of a model: the modules that it consists of, a hash of each, and what has changed since a checkpoint.
+"""The source code of a model: its modules, a hash of each, and what has changed since a checkpoint.
 
-These are the family's module and all that it imports, directly or not, wherever an import statement stands: modules of
-`models`, of the family's own top-level package, and of any other folder that Python's path names. titanlite, the standard
-library and installed packages are left out; provenance.json has their versions.
+These are the family's module and everything that it imports, directly or indirectly, also inside functions: modules of
+`models`, of the family's own top-level package, and of any other folder on Python's path. titanlite, the standard library and
+installed packages are excluded; provenance.json has their versions.
 """
 
 import ast
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 ModelSource = dict[str, dict[str, str]]  # module -> {"hash": of its syntax tree, "text": of its file}
 
-_LINES = 40  # of a diff in a message
+_LINES = 40  # the most lines of a diff in a message
 
 
 @functools.cache
 def source_of(module: ModuleType) -> ModelSource:
-    """The source code of a family, from files that are read at the first call of a process, soon after their import."""
+    """The source code of a family. The files are read at the first call in a process, soon after their import."""
     own, found, waiting = {"models", module.__name__.partition(".")[0]}, {}, [module.__name__]
     while waiting:
         name = waiting.pop()
@@ -38,7 +38,7 @@ def source_of(module: ModuleType) -> ModelSource:
         text = importlib.util.decode_source(Path(spec.origin).read_bytes())
         found[name] = {"hash": hash_of(text), "text": text}
         for imported in (name, *_imports(ast.parse(text), spec.parent or "")):
-            waiting += itertools.accumulate(imported.split("."), "{}.{}".format)  # an import runs the packages' files, too
+            waiting += itertools.accumulate(imported.split("."), "{}.{}".format)  # an import also runs parent packages
     return dict(sorted(found.items()))
 
 
@@ -55,7 +55,8 @@ def hash_of(text: str) -> str:
 
 def changed_modules(before: ModelSource, now: ModelSource) -> list[str]:
     """The modules that differ, or that only one of the two has. Where the hashes differ, the texts decide: another version of
-    Python or of titanlite may have made them."""
+    Python or titanlite may have computed the hashes.
+    """
     return [name for name in sorted(before.keys() | now) if name not in before or not _same(before[name], now.get(name))]
 
 
@@ -80,7 +81,9 @@ def diff(before: ModelSource, now: ModelSource) -> str:
 
 
 def warn_of_changes(checkpoint: Path, before: ModelSource | None, module: ModuleType) -> None:
-    """Logs what has changed since a checkpoint was saved. before: of its manifest; None: imported weights have none."""
+    """Logs what has changed since a checkpoint was saved. before: the source code in its manifest; None for imported
+    weights.
+    """
     if before is not None and (names := changed_modules(before, source_of(module))):
         what, where = diff(before, source_of(module)), "its manifest.json has the code that it was saved with"
         log.warning("%s: the code of the model has changed since: %s; %s\n%s", checkpoint, ", ".join(names), where, what)
@@ -90,9 +93,9 @@ def warn_of_changes(checkpoint: Path, before: ModelSource | None, module: Module
 
 
 def _belongs_to_model(name: str, own: set[str]) -> bool:
-    """Whether a module belongs to the model. own: top-level packages that do, also where they are installed."""
+    """Whether a module belongs to the model. own: top-level packages that do, even if they are installed."""
     root = name.partition(".")[0]
-    if root in own and root != "torch":  # which an optimizer of PyTorch's names
+    if root in own and root != "torch":  # `own` has torch if the key names an optimizer of PyTorch
         return True
     if root in ("titanlite", "torch") or root in sys.stdlib_module_names or (spec := _spec(root)) is None:
         return False
@@ -101,9 +104,9 @@ def _belongs_to_model(name: str, own: set[str]) -> bool:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module is; None if there is none. Its package must be imported, or the search would import it."""
+    """The spec of a module; None if there is none. Its package must be imported already, or the search would import it."""
     package = name.rpartition(".")[0]
-    with contextlib.suppress(ImportError, ValueError):  # what stands in a module; a program without a spec
+    with contextlib.suppress(ImportError, ValueError):  # an attribute of a module; a program without a spec
         return importlib.util.find_spec(name) if not package or package in sys.modules else None
     return None
 
@@ -114,6 +117,6 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            with contextlib.suppress(ImportError):  # above all packages
+            with contextlib.suppress(ImportError):  # a relative import beyond the top-level package
                 base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
                 yield from (f"{base}.{alias.name}" for alias in node.names)

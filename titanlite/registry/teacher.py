@@ -1,4 +1,4 @@
-"""The teacher of a distillation run: its configuration follows from that of the run."""
+"""The teacher of a distillation run: its configuration is derived from that of the run."""
 
 from pathlib import Path
 from typing import Any

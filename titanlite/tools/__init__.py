@@ -1,1 +1,1 @@
-"""The commands of `titanlite`, one file each, and what only they use, such as the interface of lm-eval."""
+"""The commands of `titanlite`, one file each, and what only they use, such as the interface to lm-eval."""

@@ -1,8 +1,7 @@
 """titanlite check CONFIG.toml [--ranks N] [--local-ranks N] [--section.key value ...]
 
-Finds every fault that can be found without training, and prints it; with job.print_config the resolved TOML too. On a machine
-without a GPU, it checks a configuration for GPUs, and lists what only GPUs can verify. With --local-ranks it checks a run on
-this machine.
+Prints every fault that can be found without training; with job.print_config also the resolved TOML. On a machine without a GPU,
+it checks a configuration for GPUs, and lists what only GPUs can verify. With --local-ranks it checks a run on this machine.
 """
 
 import sys
@@ -22,7 +21,7 @@ def main() -> None:
     parser.add_argument("--local-ranks", type=WholeNumber(1, 1024))
     options = parser.parse_known_args()[0]
     _, path, config = read_command(parser)
-    import torch  # not before: a fault of the file needs no torch
+    import torch  # imported late: a fault in the file needs no torch
 
     if notes := check_here(config, path, options.ranks, options.local_ranks):
         print(listed(f"{path}: no faults; this machine has no GPU, so on GPUs this is not verified:", notes), file=sys.stderr)
@@ -41,7 +40,7 @@ def main() -> None:
 def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -> list[str]:
     """Raises Faults that lists all faults of a configuration for `ranks` ranks, `local_ranks` of them on this machine.
 
-    local_ranks: None if another machine will train. If this one has no GPU, what only a GPU can verify is returned.
+    local_ranks: None if the run is on another machine. Returns what only a GPU can verify, if this machine has none.
     """
     # Imported late: a fault in the file itself, or --help, needs no torch.
     import torch
@@ -59,7 +58,7 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
 
 
 def _only_on_gpus(config: Config, ranks: int) -> Iterator[str]:
-    """What a sound configuration does on GPUs alone."""
+    """What a valid configuration uses on GPUs only."""
     from titanlite.registry.family import family_of
     from titanlite.transforms.attention_kernels import flex_users
 

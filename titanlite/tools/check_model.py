@@ -3,13 +3,13 @@
 Proves that a model file still shards, compiles, checkpoints and converts. On the meta device the command checks the named
 flavor, or all of them. On the CPU it trains a small flavor for a few steps on random tokens, in one process and on meshes of
 two and four. Each failure names the parameter or the line in your file. Exit code 0: all checks passed; 1: a check failed; 2:
-there is nothing to check; 3: no check failed, and of a difference it is undecided whether it is a fault or rounding.
+there is nothing to check; 3: no check failed, but a difference is undecided: it is a fault or rounding.
 
---coordinates trains the small flavor at four widths instead, and compares the size of activations: with muP
-(--model.overrides.mup_base_dim 64) they stay as large at each width. --output draws them.
+--coordinates trains the small flavor at four widths instead, and compares the sizes of activations: with muP
+(--model.overrides.mup_base_dim 64) they are equal at each width. --output draws them.
 
---rows selects rows of the table, by names with or without spaces; it runs what they need, too. Overrides change dimensions of
-every flavor, also of the one that is trained.
+--rows selects rows of the table, by names with or without spaces, and runs the rows that they need. Overrides change dimensions
+of every flavor, including the one that is trained.
 """
 
 import difflib
@@ -42,7 +42,7 @@ def _use_one_thread() -> None:
 
 
 def _selected(names: str | None) -> list[str]:
-    """The rows that --rows names, without spaces and in any case if the user likes. Raises UserError for an unknown one."""
+    """The rows that --rows names; spaces and case do not matter. Raises UserError for an unknown one."""
     rows = {row.replace(" ", "").lower(): row for row in ROWS}
     words = [] if names is None else [word.replace(" ", "").lower() for word in names.split(",")]
     if unknown := [word for word in words if word not in rows]:
@@ -72,7 +72,7 @@ def _check_coordinates(family: Family, output: Path | None) -> int:
 
 
 def main() -> None:
-    """Exit code 0: all checks passed; 1: a check failed; 2: a user error; 3: none failed, and one is undecided."""
+    """Exit code 0: all checks passed; 1: a check failed; 2: a user error; 3: none failed, but one is undecided."""
     parser = command_parser("check-model", __doc__)
     parser.add_argument("model", type=nonempty, help="such as llama3, llama3:8b or my_models.mine:debug")
     parser.add_argument("--rows", type=nonempty, help=", ".join(ROWS))

@@ -2,7 +2,7 @@
 
 DIR is a run directory, a folder of checkpoints, or one checkpoint, such as outputs/llama_debug/checkpoint/step-00000100.
 
-    list     one line for each checkpoint: its folder, size, samples, time, and whether files are missing or have another size
+    list     one line for each checkpoint: its folder, size, samples, time, and whether files are missing or have a wrong size
     verify   reads every file and compares it with the manifest
     show     prints the numbers and configuration of the newest one, and the name, shape and dtype of every tensor
 """

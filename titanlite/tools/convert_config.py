@@ -23,7 +23,7 @@ from titanlite.tools.options import command_parser, existing_path, new_path
 
 _ALWAYS = "titanlite always does this"
 _TIME_ONLY = "changes time only; titanlite has no such key"
-_STAGES = "use pipeline_parallel_layers_per_stage; without it, stages take the same FLOPs, those of the head included"
+_STAGES = "use pipeline_parallel_layers_per_stage; without it, stages get equal FLOPs, including those of the head"
 _NO_IMAGES = "models read text only"
 _NO_MX = "there are no MX formats and no grouped matmuls in low precision"
 _OWN_MODULE = "set model.name to the dotted name of your own module"
@@ -81,19 +81,19 @@ INSTEAD = {
     " training.global_batch_size, those of a step",
     "parallelism.pipeline_parallel_schedule_csv": "use parallelism.pipeline_parallel_schedule",
     "parallelism.pipeline_parallel_expert_parallel_overlap": "not supported",
-    "parallelism.context_parallel_rotate_method": 'use context_parallel_method; "gather" is what "allgather" does',
-    "parallelism.context_parallel_load_balancer": "all ranks have as many keys to attend to",
+    "parallelism.context_parallel_rotate_method": 'use context_parallel_method; "gather" is torchtitan\'s "allgather"',
+    "parallelism.context_parallel_load_balancer": "each rank attends to the same number of keys",
     "parallelism.expert_tensor_parallel_degree": "tensor parallelism does not split experts; use expert_parallel_degree alone",
     "parallelism.expert_parallel_comm_backend": "tokens are exchanged by PyTorch's all-to-all",
-    "optimizer.early_step_in_backward": "gradients are clipped by their global norm, so no step is possible before",
+    "optimizer.early_step_in_backward": "clipping needs the global gradient norm, so no update is possible before it is known",
     "optimizer.fused": 'use optimizer.implementation = "fused"',
     "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor",
     "checkpoint.interval_type": "checkpoint.interval counts steps",
     "checkpoint.*model_*only": "a checkpoint is always complete; initial_load_path reads the weights alone",
     "checkpoint.export_dtype": "weights are saved in training.dtype; `titanlite export-hf --dtype bfloat16` exports less",
-    "checkpoint.create_seed_checkpoint": "initial weights are the same on every mesh already",
+    "checkpoint.create_seed_checkpoint": "initial weights are always the same on every mesh",
     "checkpoint.enable_first_step_checkpoint": "set checkpoint.interval; the last step is always saved",
-    "checkpoint.enable_ft_dataloader_checkpoints": "every checkpoint has the position in the data",
+    "checkpoint.enable_ft_dataloader_checkpoints": "every checkpoint stores the position in the data",
     "checkpoint.load_only": "set a checkpoint.interval larger than training.steps",
     "checkpoint.initial_load_in_hf_quantized": "config.json says whether weights are quantized",
     "metrics.save_for_all_ranks": "metrics are global, written by rank 0",
@@ -143,7 +143,7 @@ def convert(theirs: dict[str, Any]) -> str:
         if key not in KEYS:
             settings.append((path, value, _reason(key, section)))
         elif name in ours.setdefault(section, {}):
-            settings.append((path, value, f"another name of {key}, which is given too"))
+            settings.append((path, value, f"another name of {key}, which is set too"))
         else:
             ours[section][name] = meant
             settings.append(((section, name), meant, ""))
@@ -171,7 +171,7 @@ def _settings(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def _renamed(key: str, value: Any) -> tuple[str, Any]:
-    """A setting with titanlite's name and value, where these are others."""
+    """A setting with titanlite's name and value, where they differ."""
     if key == "model.converters" and value in (*_FLOAT8, *([name] for name in _FLOAT8)):
         return "float8.enable", True
     if key == "activation_checkpoint.selective_ac_option" and isinstance(value, str) and value.isdecimal():
@@ -180,14 +180,14 @@ def _renamed(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _reason(key: str, section: str) -> str:
-    """Why a key is not one of titanlite's, and what replaces it."""
+    """Why titanlite has no such key, and what replaces it."""
     if instead := next((text for pattern, text in INSTEAD.items() if fnmatchcase(key, pattern)), ""):
         return instead
     return f"no such key{suggest(key, list(KEYS))}" if section in SECTIONS else "no such section"
 
 
 def _refused(ours: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """The keys that titanlite would refuse in this file, or that would change nothing, each with the reason.
+    """The keys that titanlite would refuse in this file, or that would have no effect, each with the reason.
 
     Removes those whose value is wrong from `ours`.
     """

@@ -3,10 +3,9 @@ titanlite data stats CONFIG.toml [--ranks N] [--section.key value ...]
 titanlite data verify CONFIG.toml [--section.key value ...]
 
 `show` prints the documents and the text of a step's batch, for one rank or for all. `verify` reads all token files of training
-and validation: checksums, index, ids. `stats` does that for training, and prints what each source holds, how much of it the run
-will use, and how often.
-None of them trains or starts a process group. Where job.dump_folder has checkpoints of a run, they say how many samples, and
-which of each source, came before a step.
+and validation: checksums, index, ids. `stats` does that for training, and prints what each source has, how much of it the run
+will use, and how often. None of them trains or starts a process group. If job.dump_folder has checkpoints of a run, they
+determine which samples of each source came before a step.
 """
 
 import argparse
@@ -80,7 +79,7 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
         total = sum(share for _, share in segment.mixture)
         then = ", ".join(f"{names.get(name, name[:12])} {share / total:.2%}" for name, share in segment.mixture)
         what = f"the run in {config.job.dump_folder} did this step with other sources, weights or training.global_batch_size"
-        raise UserError(f"step {step}: {what}, as {source} says: {segment.global_batch} sequences of {then}; give these")
+        raise UserError(f"step {step}: {what}, as {source} says: {segment.global_batch} sequences of {then}; set these")
     return timeline
 
 
@@ -161,8 +160,8 @@ def _stats(words: list[str]) -> Iterator[str]:
         yield f"  documents   {source.documents:,}, {source.tokens / max(1, source.documents):,.0f} tokens each on average"
         yield f"  samples     {source.samples:,} an epoch"
         yield f"  in the run  {draws:,} samples, {draws / samples:.2%} of all"
-        yield f"  epochs      {draws / source.samples:.3f}" + ("" if limit is None else f", allowed are {limit:g}")
-        if isinstance(source, OwnSource):  # of which nothing more is known before it is read
+        yield f"  epochs      {draws / source.samples:.3f}" + ("" if limit is None else f", limit {limit:g}")
+        if isinstance(source, OwnSource):  # nothing more is known before it is read
             continue
         yield f"  waste       {padding:.2%} of the positions are padding, {unused:.2%} of the tokens are in no sample"
         yield "  length of documents in tokens"
@@ -214,7 +213,7 @@ def _refuse_damaged(config: Config, rows: list[Rows]) -> int:
 
 
 def _verify_file(rows: Rows, vocabulary: int, packed: bool, advance: Callable[[int], object]) -> None:
-    """Reads a token file, its index, its flags of the loss and its packing. Raises UserError for the first fault."""
+    """Reads a token file, its index, its loss mask and its packing. Raises UserError for the first fault."""
     file = rows.file
     for begin in range(0, file.tokens, _AT_ONCE):
         end = min(begin + _AT_ONCE, file.tokens)
@@ -223,7 +222,7 @@ def _verify_file(rows: Rows, vocabulary: int, packed: bool, advance: Callable[[i
         if wrong.any():
             at = int(wrong.argmax())
             what = f"{file.prefix}.bin: holds the id {ids[at]} at token {begin + at:,}"
-            raise UserError(f"{what}, and the model's vocabulary is {vocabulary}")
+            raise UserError(f"{what}, but the model's vocabulary is {vocabulary}")
         if file.loss is not None:
             advance(len(file.loss[begin:end]))
         advance(ids.nbytes)

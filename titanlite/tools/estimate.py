@@ -1,18 +1,18 @@
 """titanlite estimate CONFIG.toml --ranks N [--device-memory-gib 80] [--routing worst] [--trace RUN]
     [--timeline FILE.svg] [--section.key value ...]
 
-Predicts what rank 0 of a run on N ranks holds, computes and sends in a step, on one machine without a GPU. It builds the whole
-model on the meta device, shards it over a mesh of N simulated ranks, and records steps and updates of a few layers, at least
-one of each kind, on tensors without memory.
+Predicts the memory, FLOPs and traffic of rank 0 in a step of a run on N ranks, on one machine without a GPU. It builds the
+whole model on the meta device, shards it over a mesh of N simulated ranks, and records steps and updates of a few layers, at
+least one of each kind, on tensors without memory.
 
-Where parallelism.expert_parallel_degree splits the experts of MoE layers, the memory is enough for any routing. FLOPs and
-collectives are those of --routing: balanced, the default, where the experts of every rank get as many rows; worst, where those
-of rank 0 get all rows of all ranks; or recorded, where experts get the shares that they had in a run. --trace names its folder,
-or its routing.json. Rank 0 is then the busiest rank of each layer, and the results of balanced routing are printed beside.
+With parallelism.expert_parallel_degree > 1, the predicted memory is enough for any routing. --routing decides FLOPs and
+collectives: balanced, the default, sends equally many tokens to the experts of each rank; worst sends all tokens to the experts
+of rank 0; recorded gives experts their shares in a run, whose folder or routing.json --trace names. Rank 0 is then the busiest
+rank of each layer, and the results of balanced routing are printed next to it.
 
---timeline draws what rank 0 holds from the first layer of a microbatch to the update.
+--timeline draws the memory of rank 0 from the first layer of a microbatch to the update.
 
-Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
+Exit code 0: the run fits the memory; 1: it does not; 2: a fault of the configuration.
 """
 
 import sys
@@ -41,7 +41,7 @@ def main() -> None:
     if options.routing and config.parallelism.expert_parallel_degree == 1:
         raise UserError(f"--routing {options.routing}: has no effect unless parallelism.expert_parallel_degree > 1")
     if (options.routing == "recorded") != (options.trace is not None):
-        raise UserError("--routing recorded and --trace RUN: give both, or none of them")
+        raise UserError("--routing recorded and --trace RUN: give both or neither")
     check(config, path, options.ranks, elsewhere=not torch.cuda.is_available())
     routing: Any = options.routing or "balanced"
     trace = read_trace(options.trace) if options.trace else None
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def beside_balanced(recorded: Prediction, balanced: Prediction, trace: Trace, degree: int) -> list[str]:
-    """The work of a step with both routings. degree: of expert parallelism."""
+    """FLOPs and traffic of a step with recorded and balanced routing. degree: of expert parallelism."""
     loads = [busiest(layer.counts, degree) for layer in trace.mixtures]
     sent = [sum(traffic.sent for traffic in each.work.traffic.values()) / 2**30 for each in (recorded, balanced)]
     flops = [each.work.flops / 1e12 for each in (recorded, balanced)]

@@ -4,10 +4,10 @@
 
 Evaluates the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format on tasks of EleutherAI's
 lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of results, and writes all results to --output. DIR, or
---checkpoint DIR, is the folder of any of them. --include-path names a folder with your own tasks. --max-length limits the
-tokens that the model reads at once (default: the sequence length of training, or max_position_embeddings of config.json).
---model names the module of the model, if that is no family of models/, or if config.json does not decide it.
---weights ema takes the average of the weights that optimizer.ema_decay keeps.
+--checkpoint DIR, is the folder of the run, checkpoint or model. --include-path names a folder with your own tasks. --max-length
+limits the tokens that the model reads at once (default: the sequence length of training, or max_position_embeddings of
+config.json). --model names the module of the model, if it is not a family of models/, or if config.json does not decide it.
+--weights ema uses the moving average of the weights (optimizer.ema_decay).
 """
 
 import argparse

@@ -5,7 +5,7 @@ Writes the weights of a checkpoint in Hugging Face's format: safetensors files, 
 tokenizer. transformers' AutoModelForCausalLM.from_pretrained reads that folder. One tensor at a time is in memory.
 
 DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints, of which the newest is exported.
---weights ema takes the average of the weights that optimizer.ema_decay keeps.
+--weights ema uses the moving average of the weights (optimizer.ema_decay).
 """
 
 import argparse
@@ -37,6 +37,6 @@ def export_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     add("--output", type=new_path, required=True, help="must not exist yet")
     add("--assets", type=existing_folder, help="folder of the tokenizer, if it has moved")
     add("--dtype", choices=list(DTYPES), help="of the weights (default: as stored)")
-    add("--model", type=nonempty, help="module of the model, if it is no family of models/")
+    add("--model", type=nonempty, help="module of the model, if it is not a family of models/")
     add_weights(parser)
     return parser

@@ -4,7 +4,7 @@ Writes the weights of a checkpoint into one file: {our parameter name: tensor}, 
 with torch.load(FILE, weights_only=True). All weights are in memory at once; export-hf needs memory for one tensor.
 
 DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints, of which the newest is exported.
---weights ema takes the average of the weights that optimizer.ema_decay keeps.
+--weights ema uses the moving average of the weights (optimizer.ema_decay).
 """
 
 import torch
@@ -28,7 +28,7 @@ def main() -> None:
         stored = Stored(source, average=options.weights == "ema")
         exported = Exported(stored, DTYPES.get(options.dtype), str(options.assets or ""), options.model or "")
         tensors = {name: exported.read_tensor(name) for name in exported.shapes}
-        # load_state_dict wants a tied parameter under each of its names; the file holds it once
+        # load_state_dict needs a tied parameter under each of its names; the file stores it once
         tensors |= {name: tensors[first] for name, first in tied_names(exported.model).items()}
         torch.save(tensors, unfinished)
         publish(unfinished, options.output)

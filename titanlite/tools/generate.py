@@ -3,11 +3,11 @@
                    [--weights ema]
 
 Continues each prompt with the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format, and prints
-prompt and continuation. DIR, or --checkpoint DIR, is the folder of any of them. Sampling is seeded per prompt, by --seed and
-the number of the prompt. --temperature 0 takes the most likely token each time. --tp N splits the model over N GPUs, or
-processes. The defaults of --dtype and --tokenizer are those of the run or folder. --model names the module of the model, if
-that is no family of models/, or if config.json does not decide it.
---weights ema takes the average of the weights that optimizer.ema_decay keeps.
+prompt and continuation. DIR, or --checkpoint DIR, is the folder of the run, checkpoint or model. Sampling is seeded per prompt,
+by --seed and the number of the prompt. --temperature 0 takes the most likely token each time. --tp N splits the model over N
+GPUs, or processes. The defaults of --dtype and --tokenizer are those of the run or folder. --model names the module of the
+model, if it is not a family of models/, or if config.json does not decide it. --weights ema uses the moving average of the
+weights (optimizer.ema_decay).
 """
 
 import argparse
@@ -67,7 +67,7 @@ def model_source(options: argparse.Namespace) -> Path:
 
 
 def open_as(options: argparse.Namespace, source: Path, device: torch.device) -> LoadedModel:
-    """The model of `model_source`, as the options of `inference_parser` say."""
+    """Opens the model of `model_source` with the options of `inference_parser`."""
     average = options.weights == "ema"
     return open_model(source, device, options.dtype, str(options.tokenizer or ""), options.model or "", average)
 

@@ -1,4 +1,4 @@
-"""A model for EleutherAI's lm-evaluation-harness (the package lm-eval), which has the tasks and their metrics."""
+"""A model for EleutherAI's lm-evaluation-harness (the package lm-eval), which defines the tasks and their metrics."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +16,9 @@ _Pair = tuple[Any, list[int], list[int]]  # (cache key of lm-eval or None, conte
 
 
 class Harness(TemplateLM):
-    """The interface of lm-eval to a model. Texts are encoded as lm-eval does it for transformers' models.
+    """The interface of lm-eval to a model. Texts are encoded as in lm-eval's `hf` model.
 
-    max_length: the most tokens of a forward pass; a longer text loses its beginning. batch_size: texts per forward pass.
+    max_length: the most tokens of a forward pass; longer texts are truncated on the left. batch_size: texts per forward pass.
     """
 
     def __init__(self, loaded: LoadedModel, max_length: int, batch_size: int):
@@ -53,7 +53,7 @@ class Harness(TemplateLM):
         return answers
 
     def _shortened(self, context: list[int], new: list[int]) -> tuple[list[int], list[int]]:
-        """Cuts the context so that the input, all tokens but the last, has at most max_length tokens."""
+        """Truncates the context so that the input, all tokens but the last, has at most max_length tokens."""
         assert context and 0 < len(new) <= self._max_length
         return (context + new)[-(self._max_length + 1) : -len(new)], new
 
@@ -73,7 +73,7 @@ class Harness(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         pairs = [(context, request.args[1]) for context, request in zip(contexts, requests, strict=True)]
-        ordered = Collator(pairs, sort_fn=lambda pair: -len(pair[0]), group_by="gen_kwargs")  # of the second of each pair
+        ordered = Collator(pairs, sort_fn=lambda pair: -len(pair[0]), group_by="gen_kwargs")  # by the generation options
         texts: list[str] = []
         for batch in self._batches(ordered, disable_tqdm):
             texts += self._continue([context for context, _ in batch], batch[0][1])

@@ -1,4 +1,4 @@
-"""What --help prints behind the name of a configuration file."""
+"""What --help prints after the name of a configuration file."""
 
 import argparse
 import json

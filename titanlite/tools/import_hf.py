@@ -5,7 +5,7 @@ A run starts from it with checkpoint.initial_load_path. With --ranks N this mach
 own slices, and holds no more. The name, shape and dtype of every tensor are checked before any tensor is read.
 
 With --upcycle-experts N a dense model becomes an MoE model: each of N experts is a copy of its feed-forward layer, and a token
-uses K of them, 2 by default. At first the MoE model computes what the dense model does.
+uses K of them, 2 by default. At first the MoE model computes the same as the dense model.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from titanlite.tools.open_model import Recognized, recognize
 from titanlite.tools.options import LOCAL_RANKS, SEED, WholeNumber, command_parser, existing_folder, new_path, nonempty
 from titanlite.tools.upcycle import Upcycled, Upcycling, copied, fill_routers, moe_of
 
-_TIMEOUT = datetime.timedelta(hours=2)  # for a rank that reads and writes longer than the others
+_TIMEOUT = datetime.timedelta(hours=2)  # for a rank that reads and writes more slowly than the others
 
 
 class RankMemory(NamedTuple):
     """Memory of a rank, in GiB."""
 
     slices: float
-    peak: float  # of the whole process, with mapped files and libraries
+    peak: float  # of the process, including mapped files and libraries
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def target_of(source: Path, model: str, upcycling: Upcycling | None) -> Recogniz
 
 def model_section(model: Recognized | Upcycled, source: Path) -> dict[str, Any]:
     """The keys of [model] for a run with the checkpoint."""
-    # flavor "hf" where no flavor has the dimensions: an export reads them again from the source
+    # flavor "hf" if no flavor has the dimensions: an export reads them again from the source
     section: dict[str, Any] = {"name": model.name, "flavor": model.flavor, "hf_assets_path": str(source.resolve())}
     return {**section, "overrides": model.overrides} if isinstance(model, Upcycled) else section
 
@@ -98,7 +98,7 @@ def model_section(model: Recognized | Upcycled, source: Path) -> dict[str, Any]:
 def import_hf(
     source: Path, output: Path, model: str = "", ranks: int = 1, upcycling: Upcycling | None = None
 ) -> list[RankMemory]:
-    """Writes the checkpoint with so many processes, complete or not at all; -> memory of each rank. Raises UserError."""
+    """Writes the checkpoint atomically with `ranks` processes; -> memory of each rank. Raises UserError."""
     target_of(source, model, upcycling)
     family = recognize(source, model).family
     find_weights(source, family, family.on_meta())

@@ -29,7 +29,7 @@ def main() -> None:
 
     server = ForkServer("titanlite.train", "torch._dynamo")  # which PyTorch's optimizers import
     parent = os.getpid()
-    if (check := os.fork()) == 0:  # what the check does to this process, CUDA above all, must not reach the launcher
+    if (check := os.fork()) == 0:  # in a child: what the check does to its process, above all CUDA, must not affect this one
         children.end_with_parent(parent)
         check_here(config, path, layout.local_ranks * layout.nodes, layout.local_ranks)
         sys.exit()

@@ -28,11 +28,11 @@ from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
 from titanlite.transforms.meta import on_meta
 
-_DEFAULT_LENGTH = 2048  # of lm-eval, for a config.json without max_position_embeddings
+_DEFAULT_LENGTH = 2048  # lm-eval's default, for a config.json without max_position_embeddings
 
 
 class Recognized(NamedTuple):
-    """A model as the [model] section of a configuration names it."""
+    """A model as a [model] section names it."""
 
     name: str
     flavor: str  # one of the family's FLAVORS, or "hf" if none has these dimensions
@@ -86,11 +86,11 @@ def open_model(
 ) -> LoadedModel:
     """The model of a checkpoint, or of a folder in Hugging Face's format, split over all ranks by tensor parallelism.
 
-    All ranks call this together, in a process group. dtype: None: the compute precision of the run, or the dtype of the stored
-    weights. assets: the folder of a tokenizer; empty: the tokenizer of the run or folder. name: of the model's module, as the
-    user's command names it; empty: as a folder's model_type says, or the family of models/ that a checkpoint names. average:
-    take a checkpoint's EMA. Raises UserError for a damaged checkpoint or folder, and for a model whose dimensions have changed
-    since.
+    All ranks call this together, in a process group. dtype: None means the compute precision of the run, or the dtype of the
+    stored weights. assets: the folder of a tokenizer; empty means that of the run or folder. name: the model's module, as the
+    user's command names it; empty means the family of a folder's model_type, or the family of models/ that a checkpoint names.
+    average: use a checkpoint's EMA. Raises UserError for a damaged checkpoint or folder, and for a model whose dimensions have
+    changed since.
     """
     if is_hf_folder(source):
         return _open_folder(source, device, dtype, assets, name)

@@ -1,4 +1,4 @@
-"""What the command lines of the tools share."""
+"""Options and parsers that the commands share."""
 
 import argparse
 import math
@@ -75,13 +75,13 @@ def existing_folder(word: str) -> Path:
 
 
 def new_path(word: str) -> Path:
-    """The argparse type of a file or folder that a command creates, or refuses or replaces where it is there."""
+    """The argparse type of a file or folder that a command creates, or refuses or replaces if it exists."""
     path = Path(nonempty(word))
     if path.name in ("", ".."):
         raise _wrong(word, "must be the name of something new")
     try:
         above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
-        path.is_dir()  # fails where the name is too long
+        path.is_dir()  # raises OSError if the name is too long
         with tempfile.TemporaryDirectory(prefix=".", dir=above):
             pass
     except OSError as error:
@@ -93,7 +93,7 @@ def _wrong(word: str, why: str | None) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{shown(word) or repr(word)}: {why}")
 
 
-# Bounds of what several commands take. A prediction takes about 2 ms for each rank.
+# Bounds of options of several commands. A prediction takes about 2 ms for each rank.
 RANKS, PREDICTED = WholeNumber(1, 2**20), WholeNumber(1, 2**14)
 LOCAL_RANKS = WholeNumber(1, bounds.MOST_LOCAL_RANKS)
 STEPS, TOKENS, SEED = WholeNumber(1, bounds.MOST_STEPS), WholeNumber(1, 2**24), WholeNumber(0, 2**63 - 1)
@@ -113,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose --help prints the docstring of the command's file, of which the first paragraph is the usage."""
+    """A parser whose --help prints the docstring of the command's file; the first paragraph is the usage."""
     usage, _, description = (doc or "").partition("\n\n")
     formatter = argparse.RawDescriptionHelpFormatter
     return _Parser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)

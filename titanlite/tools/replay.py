@@ -2,11 +2,11 @@
 
 Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that
 step. Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start
-the command in the folder where the run was started, so that paths are found. --model names the module of the model, if that is
-no family of models/; --own names a part of your own in the run's configuration, such as my_parts:decay, once for each. By
+the command in the folder where the run was started, so that relative paths are found. --model names the module of the model, if
+it is not a family of models/; each --own names a part of your own in the run's configuration, such as my_parts:decay. By
 default the command uses one process, and the numbers equal those of the run within rounding. --ranks N uses the mesh of the run
-on N ranks, and the numbers equal those of the run bit for bit. Where rollbacks made the run repeat a step, --attempt selects
-one, counted from 1.
+on N ranks, and the numbers equal those of the run bit for bit. If rollbacks made the run repeat a step, --attempt selects one,
+counted from 1.
 """
 
 import logging
@@ -88,7 +88,7 @@ def reports_of(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def furthest(run: Path, config: Config, entries: list[dict[str, Any]]) -> int:
-    """The last step that a run may have done: it does not report every one."""
+    """The last step that a run may have done; not every step is reported."""
     known = [*reports_of(run), *(entry["step"] for entry in entries), *list_steps(run / config.checkpoint.folder)]
     return min(config.training.steps, max(known, default=0) + config.metrics.log_freq)
 
@@ -130,7 +130,7 @@ def latest_start(run: Path) -> dict[str, Any]:
 
 
 def check_source(step: int, run: Path, numbers: dict[str, Any], now: ModelSource) -> None:
-    """Raises UserError where a step was done with other code. numbers: of `saved_after`; empty: the latest start counts."""
+    """Raises UserError if the run did a step with other code. numbers: of `saved_after`; empty: the latest start counts."""
     found = numbers or latest_start(run)
     before = (found.get("model_source") or {}) | found.get("own_source", {})
     if before and changed_modules(before, now):
@@ -180,7 +180,7 @@ class Replayed(NamedTuple):
     """A repeated step."""
 
     step: StepRecord
-    start: str  # what the replay started from, in words
+    start: str  # what the replay started from, as text
     layers: dict[str, Norms]
 
 
@@ -226,9 +226,9 @@ def begin_before(
     setting = RunIdentity(config, family_of(config.model), data, config.training.global_batch_size)
     saves = folder / config.checkpoint.folder
     listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
-    dist.broadcast_object_list(listed)  # a run that still trains saves and deletes checkpoints meanwhile
+    dist.broadcast_object_list(listed)  # a run that is still training saves and deletes checkpoints meanwhile
     for number in [*reversed(listed[0]), None]:
-        run = begin(config, mesh, device)  # a new one each time: a checkpoint deleted during a read leaves a mixture
+        run = begin(config, mesh, device)  # a new one each time: a checkpoint that is deleted during a read leaves mixed state
         state = run.model, run.optimizer, run.loss_scale
         if number is None:  # a folder without checkpoints, with which `restore` starts a new run
             return run, *restore(setting, *state, saves / "none")
@@ -292,7 +292,7 @@ def describe(replayed: Replayed, run: Path, route: Route, config: Config, mesh: 
 
 
 def _compared(value: float | None, reported: float | None) -> str:
-    """A value against what metrics.jsonl says, which is None where the value was not finite. None: the step has no labels."""
+    """A value compared with that of metrics.jsonl, which is None if it was not finite. value None: the step has no labels."""
     if value is None:
         return f"{reported!r} without labels"
     if reported is None:
@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--step", type=STEPS, required=True)
     parser.add_argument("--ranks", type=LOCAL_RANKS, help="(default: one process without the mesh of the run)")
     parser.add_argument("--attempt", type=STEPS, help="(default: the last one)")
-    parser.add_argument("--model", type=nonempty, help="module of the model, if it is no family of models/")
+    parser.add_argument("--model", type=nonempty, help="module of the model, if it is not a family of models/")
     parser.add_argument("--own", type=nonempty, action="append", default=[], help="part of your own that the run names")
     options = parser.parse_args()
     process.set_up_logging()

@@ -20,7 +20,7 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import read_lines
 from titanlite.tools.options import WholeNumber, command_parser, existing_folder, new_path, nonempty
 
-_SHOWN = 10  # skipped entries that the terminal shows
+_SHOWN = 10  # skipped entries that the terminal lists
 
 
 def main() -> None:
@@ -59,11 +59,11 @@ def _parse() -> argparse.Namespace:
     add("--text-key", type=nonempty, default="text",
         help='the key or column of the text (default: "text", or "messages" for a chat)')  # fmt: skip
     add("--add-bos", action=argparse.BooleanOptionalAction, help="begin each document with the beginning-of-text token of the "
-        "tokenizer, as training.add_bos (default: as the tokenizer does it by itself)")  # fmt: skip
+        "tokenizer, as training.add_bos (default: as the tokenizer does by itself)")  # fmt: skip
     add("--append-eos", action="store_true", help="append the end-of-text id to each text")
     add("--shard-tokens", type=WholeNumber(1, 10**12), default=10**9, metavar="N", help="at most (default: 1e9)")
     add("--on-error", choices=("fail", "skip"), default="fail",
-        help="what to do with an entry that is not a document (default: fail); skipped ones are listed")  # fmt: skip
+        help="what to do with an entry that is not a document (default: fail); skipped entries are listed")  # fmt: skip
     return parser.parse_args()
 
 

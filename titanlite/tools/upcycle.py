@@ -1,7 +1,7 @@
 """An MoE model from a dense model: sparse upcycling (Komatsuzaki et al., arXiv:2212.05055, section 3).
 
 Every expert is a copy of the dense feed-forward layer; routers have their initial values. The weights of a token's experts
-sum to 1, so that the MoE model computes what the dense model does, for any choice of its routers.
+sum to 1, so that the MoE model computes the same as the dense model, for any choice of its routers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class Upcycled(NamedTuple):
 
 
 def moe_of(dense: Recognized, wanted: Upcycling) -> Upcycled:
-    """The MoE model of a dense model. Raises UserError where its family has none, or cannot hold what the model has."""
+    """The MoE model of a dense model. Raises UserError if its family has none, or lacks a dimension of the dense model."""
     if dense.name not in _MOE_FAMILIES:
         pairs = ", ".join(f"{name} -> {moe}" for name, moe in _MOE_FAMILIES.items())
         raise UserError(f"--upcycle-experts {wanted.n_experts}: {dense.name} has no MoE family; there are: {pairs}")
@@ -62,7 +62,7 @@ def moe_of(dense: Recognized, wanted: Upcycling) -> Upcycled:
 
 
 def _difference(base: Any, config: Any) -> dict[str, Any]:
-    """The `model.overrides` that make `config` of `base`."""
+    """The `model.overrides` that turn `base` into `config`."""
     changed = [key for key in asdict(config) if getattr(base, key) != getattr(config, key)]
     return {key: _toml(getattr(config, key)) for key in changed}
 
@@ -77,7 +77,7 @@ def _toml(value: Any) -> Any:
 
 
 def copied(weights: Mapping[str, Sequence[Entry | Stack]], n_experts: int) -> dict[str, Sequence[Entry | Stack]]:
-    """Where the weights of the MoE model are, without routers: every expert reads the same dense weights."""
+    """The source of each weight of the MoE model except routers: every expert reads the same dense weights."""
     result: dict[str, Sequence[Entry | Stack]] = {}
     for name, entries in weights.items():
         if _FFN not in name:

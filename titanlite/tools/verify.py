@@ -5,8 +5,8 @@ weights, global batches, losses, gradient norms, and the gradient of every param
 large model down with --model.flavor or other options: the command tests the mesh.
 
 The tolerance of a gradient is 1e-5 of its norm, or ten times what rounding alone changes on the first mesh, and at most 5e-3. A
-larger difference that rounding may explain is decided in float64. Exit code 0: equal; 1: not equal; 2: a user error, or an
-error of the model's code; 3: of some difference it is undecided whether it is rounding.
+larger difference that rounding may explain is measured again in float64. Exit code 0: equal; 1: not equal; 2: a user error, or
+an error of the model's code; 3: undecided: a difference may be rounding.
 """
 
 import functools
@@ -51,7 +51,7 @@ from titanlite.verify.small_runs import describe
 def main() -> None:
     """Exit code 0: equal; 1: not equal; 2: a user error; 3: undecided."""
     path, meshes, config = _parse(sys.argv[1:])
-    global_batch = config.global_batch(max(map(parts_of, meshes)))  # what the widest mesh has
+    global_batch = config.global_batch(max(map(parts_of, meshes)))  # that of the mesh with the most data-parallel ranks
     configs = [on_mesh(config, degrees, global_batch) for degrees in meshes]
     for degrees, mesh_config in zip(meshes, configs, strict=True):
         check(mesh_config, path, ranks_of(degrees))
@@ -61,7 +61,7 @@ def main() -> None:
     reference = _run(_record_with_noise, *first)
     runs = [reference, *(_run(_record, *each) for each in others)]
     comparisons = [compare(run, reference) for run in runs]
-    print(f"{config.model.title}, {config.training.steps} steps in float32, each mesh against the first")
+    print(f"{config.model.title}, {config.training.steps} steps in float32, each mesh compared with the first")
     for line in tolerances(comparisons[0]):
         print(line)
     print(f"{'mesh':<28} {'weights':<9} {'batches':<9} {'losses':<9} {'norms':<17} {'worst gradient'}")
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def own_parts(config: Config) -> list[str]:
-    """A line for each part of the user's own, which may be what differs: where it stands."""
+    """A line with the location of each of the user's own parts, which may cause the difference."""
     parts = own.parts_of(config).items()
     return [f'{key} = "{name}" ({own.place(own.part_of(key, name))}): computes the same on every mesh?' for key, name in parts]
 
@@ -139,7 +139,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     parser.add_argument("--steps", type=STEPS, default=5, help="(default: 5)")
     known, options = parser.parse_known_args(words)
     config = read_config(known.config, options)
-    if idle := [*effects.faults(config.idle(Hardware()))]:  # before what follows settles them
+    if idle := [*effects.faults(config.idle(Hardware()))]:  # before the lines below change these keys
         raise Faults(known.config, idle)
     if known.mesh is not None and len(known.mesh) < 2:
         raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2")
@@ -148,7 +148,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     float32 = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float32")
     config = replaced(
         config,
-        training={"steps": known.steps, **float32},  # rounding is then the only difference between meshes
+        training={"steps": known.steps, **float32},  # so that rounding is the only difference between meshes
         lr_scheduler={"total_steps": config.schedule_steps},  # the schedule of the full run
         # These keys apply to one precision.
         optimizer={"rounding": Optimizer().rounding},

@@ -1,4 +1,4 @@
-"""Forks of the tiny Llama that are right on every mesh: `titanlite check-model` must pass each.
+"""Forks of the tiny Llama that are correct on every mesh: `titanlite check-model` must pass each.
 
 docs/reference/family.md describes them.
 """

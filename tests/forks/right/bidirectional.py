@@ -1,4 +1,4 @@
-"""Attention to later tokens, too, for a model that is not generated from: what a family declares with LIMITS."""
+"""Bidirectional attention, for a model that does not generate: declared with LIMITS."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ LIMITS = {"causal": False}
 
 class BothWays(Attention):
     def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
-        """All tokens of a document see each other. q, k, v: (batch, seq, heads, head_dim)."""
+        """All tokens of a document attend to each other. q, k, v: (batch, seq, heads, head_dim)."""
         k, v = (part.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for part in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
         if seq.documents is not None:

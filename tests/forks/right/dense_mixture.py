@@ -36,7 +36,7 @@ def sharding(config: Config) -> dict[str, str]:
     of_llama = {pattern: style for pattern, style in llama3.sharding(config).items() if ".ffn" not in pattern}
     return {
         **of_llama,
-        "layers.*.ffn_norm": "replicate",  # of this rank's slice, which the router reads
+        "layers.*.ffn_norm": "replicate",  # this rank's slice, which the router reads
         "layers.*.ffn.router": "replicate",
         "layers.*.ffn.expert_input": "sequence",
         "layers.*.ffn.experts.*.w[13]": "column",

@@ -59,7 +59,7 @@ class Model(llama3.Model):
 def sharding(config: Config) -> dict[str, str]:
     return {
         "embed": "vocab",
-        "layers.*.attention_norm": "replicate",  # of this rank's slice, which stays one
+        "layers.*.attention_norm": "replicate",  # this rank's slice, which is not gathered
         "layers.*.attention.w*_a": "replicate",
         "layers.*.attention.wk_rope": "replicate",
         "layers.*.attention.*_norm": "sequence",  # gathers the latents

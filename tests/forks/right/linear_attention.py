@@ -1,7 +1,7 @@
 """A hybrid: every second layer is gated linear attention (arXiv:2312.06635), with one decay for each token and head.
 
 S_t = a_t S_(t-1) + k_t v_t', o_t = q_t S_t. A forward pass computes all its tokens in the quadratic, parallel form. Generation
-keeps S, which neither padding nor the width of a pass may change.
+keeps S, which must not depend on padding or on the number of tokens per pass.
 """
 
 import torch
@@ -35,7 +35,7 @@ class GatedLinearAttention(nn.Module):
         """q, k, v: (batch, heads, seq, head_dim); decay: log a. Returns q's shape."""
         if seq.cache is not None:
             tensors, real = seq.cache.state(self)
-            k, decay = k * real[:, None, :, None], decay * real[:, None]  # padding adds nothing and lets nothing decay
+            k, decay = k * real[:, None, :, None], decay * real[:, None]  # padding adds nothing and does not decay the state
         total = decay.cumsum(-1)
         documents = seq.positions.new_zeros(1, q.shape[2]) if seq.documents is None else seq.documents
         weight = (total[..., :, None] - total[..., None, :]).masked_fill(~dense_mask(documents), -torch.inf).exp()

@@ -1,4 +1,4 @@
-"""An MoE layer whose router is the fork's own: a linear layer and a softmax, as many papers write it."""
+"""An MoE layer with the fork's own router: a linear layer and a softmax, as in many papers."""
 
 import torch
 from torch import Tensor, nn

@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.ffn = SwiGLU(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
-        normed = self.norm(x)  # under tensor parallelism gathered once for both
+        normed = self.norm(x)  # gathered once for both under tensor parallelism
         return x + self.attention(normed, rope, seq) + self.ffn(normed)
 
 

@@ -1,4 +1,4 @@
-"""A dense MoE model, whose router sees the choice of the layer before it: the shares of that layer's experts."""
+"""A dense MoE model whose routers read the routing of the previous layer: the shares of its experts."""
 
 import torch
 from torch import Tensor, nn

@@ -1,6 +1,6 @@
 """Every layer adds the first layer's values, mixed by a learned matrix (value residual learning, arXiv:2410.17897).
 
-The values cross layers: a block takes those of the first layer and returns its own beside the hidden states.
+The values cross layers: a block takes those of the first layer and returns its own with the hidden states.
 """
 
 import torch

@@ -148,7 +148,7 @@ def attack(folder: Path, name: str, share: float) -> tuple[int, int, list[str]]:
 
 @pytest.mark.parametrize("share", [0.04, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_changed_key_gives_the_logits_of_transformers_or_refuses_the_folder(tmp_path, name, share):
+def test_a_changed_key_gives_the_logits_of_transformers_or_is_refused(tmp_path, name, share):
     equal, refused, wrong = attack(tmp_path, name, share)
     assert not wrong, "\n".join(wrong)
     assert equal > 100 * share - 1 and refused > 5

@@ -27,7 +27,7 @@ def export(source: Path, *words, **keys) -> list[Path]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "flavor"), CASES)
-def test_import_and_export_give_back_every_tensor_bit_for_bit(sources, imported, tmp_path, name, flavor, dtype):
+def test_import_and_export_return_every_tensor_bit_for_bit(sources, imported, tmp_path, name, flavor, dtype):
     before = tensors_of(sources(name, flavor, dtype))
     files = export(imported(name, flavor, dtype), tmp_path / "out", shard_bytes=100_000)
     after = tensors_of(tmp_path / "out")
@@ -41,7 +41,7 @@ def test_import_and_export_give_back_every_tensor_bit_for_bit(sources, imported,
 
 @pytest.mark.parametrize("shard", [10**9, 100_000], ids=["one file", "several files"])
 @pytest.mark.parametrize(("name", "flavor"), CASES)
-def test_transformers_loads_the_export_as_it_is_and_gives_our_logits(imported, tmp_path, name, flavor, shard):
+def test_transformers_loads_the_export_unchanged_and_gives_our_logits(imported, tmp_path, name, flavor, shard):
     export(imported(name, flavor), tmp_path / "out", shard_bytes=shard)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
     assert_logits_agree(read(tmp_path / "out", name, flavor), theirs, load_family(name, flavor).config.vocab_size)
@@ -63,14 +63,14 @@ def test_the_export_has_every_key_of_config_json_that_was_read(sources, imported
     assert {key: written.get(key, "missing") for key in read_keys} == {key: theirs[key] for key in read_keys}
 
 
-def test_the_export_has_the_dtype_that_is_asked_for_and_config_json_says_so(sources, imported, tmp_path):
+def test_the_export_and_its_config_json_have_the_requested_dtype(sources, imported, tmp_path):
     export(imported("tests.tiny", "plain"), tmp_path / "out", torch.bfloat16)
     before, after = tensors_of(sources("tests.tiny", "plain")), tensors_of(tmp_path / "out")
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_values_that_float16_does_not_hold_are_refused_by_name(pools, source, tmp_path):
+def test_values_beyond_float16_are_refused_by_name(pools, source, tmp_path):
     replace(NORM, lambda t: t + 7e4)(source)
     pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model="tests.tiny")
     with pytest.raises(UserError, match="has values beyond the largest"):
@@ -78,7 +78,7 @@ def test_values_that_float16_does_not_hold_are_refused_by_name(pools, source, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_run_had_beside_its_tokenizer_is_copied_and_its_ids_are_kept(pools, source, tmp_path):
+def test_files_beside_the_runs_tokenizer_are_copied_and_its_ids_are_kept(pools, source, tmp_path):
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "mine": 1}')
     (source / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [0, 3]}')
@@ -99,7 +99,7 @@ def test_leftovers_of_a_killed_export_are_removed(imported, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_a_family_that_has_changed_since_is_not_exported_as_what_it_was(imported, monkeypatch, tmp_path):
+def test_a_family_that_has_changed_since_the_checkpoint_is_not_exported(imported, monkeypatch, tmp_path):
     checkpoint = imported("tests.tiny", "plain")  # which other tests use too
     monkeypatch.setitem(tiny.FLAVORS, "plain", dataclasses.replace(tiny.FLAVORS["plain"], rope_theta=7.0))
     with pytest.raises(UserError, match="plain has changed since it was saved"):

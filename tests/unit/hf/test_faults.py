@@ -47,7 +47,7 @@ def place(sources, imported, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("fault", COMMAND_FAULTS)
-def test_a_wrong_command_is_refused_in_a_sentence_and_writes_nothing(place, monkeypatch, capsys, fault):
+def test_a_wrong_command_is_refused_in_one_sentence_and_writes_nothing(place, monkeypatch, capsys, fault):
     before = sorted(path.name for path in place.iterdir())
     words, message = COMMAND_FAULTS[fault]
     monkeypatch.setattr("sys.argv", words.split())

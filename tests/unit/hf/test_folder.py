@@ -35,14 +35,14 @@ def test_published_sizes_are_recognized_by_their_dimensions(tmp_path, flavor):
     assert found[:2] == ("llama3", flavor) and found.family.config == llama3.FLAVORS[flavor]
 
 
-def test_a_size_of_ones_own_is_the_flavor_hf_and_trains_from_the_same_config_json(tmp_path):
+def test_an_unpublished_size_is_the_flavor_hf_and_trains_from_the_same_config_json(tmp_path):
     config = dataclasses.replace(llama3.FLAVORS["1b"], n_layers=3)
     found = recognize(describe(tmp_path, config))
     assert found[:2] == ("llama3", "hf")
     assert load_family("llama3", "hf", str(tmp_path)).config == config
 
 
-def test_a_fork_is_taken_when_it_is_named(sources):
+def test_a_fork_is_used_if_it_is_named(sources):
     assert recognize(sources("tests.tiny", "tied"), "tests.tiny")[:2] == ("tests.tiny", "tied")
 
 
@@ -60,13 +60,13 @@ def test_a_model_that_no_family_has_is_refused(tmp_path, config, message):
         recognize(tmp_path)
 
 
-def test_two_families_that_read_the_same_type_are_not_guessed_between(tmp_path, monkeypatch):
+def test_two_families_that_read_the_same_type_require_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr("titanlite.registry.family.family_names", lambda: ["llama3", "tests.tiny"])
     with pytest.raises(UserError, match="--model"):
         recognize(describe(tmp_path, llama3.FLAVORS["1b"]))
 
 
-def test_the_flavor_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypatch):
+def test_the_flavor_hf_needs_assets_and_its_name_is_reserved(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"model\.flavor"):
         load_family("llama3", "hf")
     with pytest.raises(UserError, match=r"config.json: is missing"):
@@ -76,7 +76,7 @@ def test_the_flavor_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypat
         load_family("tests.tiny", "plain")
 
 
-def test_a_parameter_that_the_table_forgets_is_named(monkeypatch):
+def test_a_parameter_missing_from_the_table_is_named(monkeypatch):
     monkeypatch.delitem(tiny.HF, "layers.{i}.ffn.w1.weight")
     family = load_family("tests.tiny", "plain")
     names = [name for name, _ in family.on_meta().named_parameters()]
@@ -102,7 +102,7 @@ def test_every_parameter_is_the_tensor_of_the_file(sources, monkeypatch, name, f
     assert names == stored.keys()
 
 
-def test_experts_that_are_missing_or_misshaped_are_named_one_by_one(sources, tmp_path):
+def test_experts_that_are_missing_or_have_wrong_shapes_are_named_individually(sources, tmp_path):
     folder = shutil.copytree(sources("tests.tiny_qwen3_moe", "plain"), tmp_path / "mixture")
     gone, odd = (f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 5))
     remove(gone)(folder)
@@ -130,7 +130,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_with_a_folder_is_told_by_name_before_anything_is_read(source, monkeypatch, fault):
+def test_faults_of_a_folder_are_named_before_any_tensor_is_read(source, monkeypatch, fault):
     read(source, "tests.tiny", "plain")  # it was sound
     damage, message = FAULTS[fault]
     damage(source)
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_a_folder_is_told_by_name_before_anything_is_read(sou
         read(source, "tests.tiny", "plain")
 
 
-def test_all_faults_are_told_at_once(source):
+def test_all_faults_are_reported_together(source):
     for damage in (put("extra"), remove(QUERY, NORM), replace("lm_head.weight", lambda t: t[:5].clone())):
         damage(source)
     with pytest.raises(UserError) as raised:
@@ -168,7 +168,7 @@ def test_a_tied_head_that_is_stored_too_must_equal_the_embedding(sources, tmp_pa
         read(tmp_path, "tests.tiny", "tied")
 
 
-def test_what_is_excluded_may_be_missing_and_a_pattern_without_effect_is_told(source):
+def test_excluded_tensors_may_be_missing_and_a_pattern_without_effect_is_reported(source):
     remove("lm_head.weight")(source)
     model = read(source, "tests.tiny", "plain", ["model.head.output.*"])
     assert model.head.output.weight.isnan().all() and not model.embed.weight.isnan().any()

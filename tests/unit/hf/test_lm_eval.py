@@ -55,7 +55,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow  # the imports of lm-eval and its model take half a minute
 @pytest.mark.parametrize("begin", ["none", "named", "added"])
-def test_every_number_is_that_of_lm_evals_own_model_of_the_same_folder(pools, tmp_path, begin):
+def test_every_result_equals_that_of_lm_evals_own_model(pools, tmp_path, begin):
     """begin: the bos_token does not exist, is only named, or is added before every text by the tokenizer."""
     folder = write(tmp_path / "model", "tests.tiny", "plain")
     tokenizer, settings = Tokenizer.from_file(str(folder / "tokenizer.json")), {"eos_token": "<|endoftext|>"}

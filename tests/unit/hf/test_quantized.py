@@ -42,7 +42,7 @@ def assert_slices_are_those_of(whole: torch.Tensor, folder, name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 24), (17, 23), (50, 100), (96, 48)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_any_slice_of_float8_blocks_is_that_of_the_whole(tmp_path, shape, dtype):
+def test_any_slice_of_float8_blocks_equals_that_of_the_full_tensor(tmp_path, shape, dtype):
     block = tuple(FLOAT8["weight_block_size"])
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, shape[1])
     quantized, scales = to_float8(weight, block)
@@ -53,7 +53,7 @@ def test_any_slice_of_float8_blocks_is_that_of_the_whole(tmp_path, shape, dtype)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 3), (4, 33, 2), (2, 64, 5)], ids=str)
-def test_any_slice_of_mxfp4_is_that_of_the_whole_and_of_transformers(tmp_path, shape):
+def test_any_slice_of_mxfp4_equals_that_of_the_full_tensor_and_of_transformers(tmp_path, shape):
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(253, shape, dtype=torch.uint8, generator=generator)  # 2^126 x 6 is the largest that float32 holds
@@ -85,7 +85,7 @@ def test_a_float8_folder_gives_the_logits_of_transformers(sources, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_import_and_an_export_are_the_values_in_bfloat16_and_the_bias_stays_float32(pools, float8, tmp_path, ranks):
+def test_import_and_export_give_bfloat16_values_and_a_float32_bias(pools, float8, tmp_path, ranks):
     folder, values = float8
     weights = tmp_path / "weights"
     pools[ranks].run("tests.hf_folders:import_here", source=folder, output=weights, model=DEEPSEEK)
@@ -103,7 +103,7 @@ def test_an_import_and_an_export_are_the_values_in_bfloat16_and_the_bias_stays_f
         assert all(b.dtype == torch.float32 for name, b in model.named_buffers() if name.endswith("correction_bias"))
 
 
-def test_the_layers_of_multi_token_prediction_are_left_out_in_float8_too(float8, tmp_path):
+def test_mtp_layers_are_left_out_of_float8_folders(float8, tmp_path):
     folder = shutil.copytree(float8[0], tmp_path / "more")
     stored = tensors_of(folder)
     extra = {name.replace("layers.2.", "layers.3."): t.clone() for name, t in stored.items() if ".layers.2.self_attn." in name}
@@ -133,7 +133,7 @@ def in_mxfp4(source, folder) -> dict[str, Tensor]:
     return values
 
 
-def test_mxfp4_weights_are_their_values_and_give_transformers_logits(sources, tmp_path):
+def test_mxfp4_weights_are_dequantized_and_give_transformers_logits(sources, tmp_path):
     values = in_mxfp4(sources(GPT_OSS, "plain"), tmp_path / "mxfp4")
     ours = read(tmp_path / "mxfp4", GPT_OSS, "plain")
     there = "model.layers.1.mlp.experts"
@@ -147,7 +147,7 @@ def test_mxfp4_weights_are_their_values_and_give_transformers_logits(sources, tm
     assert_logits_agree(ours, theirs, 512)
 
 
-def test_any_slice_of_a_part_is_that_of_the_whole(sources):
+def test_any_slice_of_a_part_equals_that_of_the_full_tensor(sources):
     family = load_family(GPT_OSS, "plain")
     weights = find_weights(sources(GPT_OSS, "plain"), family, family.on_meta())
     stored = tensors_of(sources(GPT_OSS, "plain"))
@@ -210,7 +210,7 @@ def test_quantized_weights_without_quantization_config_are_refused(float8, tmp_p
         read(folder, DEEPSEEK, "plain")
 
 
-def test_what_transformers_writes_of_a_float8_model_is_read(float8, tmp_path):
+def test_a_float8_folder_that_transformers_writes_is_read(float8, tmp_path):
     folder = shutil.copytree(float8[0], tmp_path / "theirs")
     table = FineGrainedFP8Config(weight_block_size=(16, 24), modules_to_not_convert=["lm_head"]).to_dict()
     change_json(folder / "config.json", quantization_config=table)

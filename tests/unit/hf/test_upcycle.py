@@ -36,7 +36,7 @@ def weights_of(checkpoint: Path, family: Family) -> dict[str, torch.Tensor]:
     ("name", "flavor", "mixture"),
     [("tests.tiny", "scaled", "mixtral"), ("tests.tiny", "tied", "mixtral"), ("tests.tiny_qwen3", "tied", "qwen3_moe")],
 )
-def test_the_mixture_computes_what_the_dense_model_does_and_is_what_its_section_names(tmp_path, name, flavor, mixture, top_k):
+def test_the_moe_model_equals_the_dense_model_and_its_model_section(tmp_path, name, flavor, mixture, top_k):
     source = hf_folders.write(tmp_path / "source", name, flavor)
     import_hf.import_hf(source, tmp_path / "dense")
     upcycling = Upcycling(EXPERTS, top_k, 0)
@@ -66,6 +66,6 @@ def test_the_mixture_computes_what_the_dense_model_does_and_is_what_its_section_
         ("tests.tiny_qwen3", "biased", "qkv_bias = True: qwen3_moe has no such dimension"),
     ],
 )
-def test_what_has_no_moe_family_is_refused(tmp_path, name, flavor, word):
+def test_a_dense_family_without_an_moe_family_is_refused(tmp_path, name, flavor, word):
     with pytest.raises(UserError, match=word):
         target_of(hf_folders.write(tmp_path / "source", name, flavor), "", Upcycling(EXPERTS, 2, 0))

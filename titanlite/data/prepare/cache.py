@@ -1,4 +1,4 @@
-"""What is made at first use and kept in the cache folder: token files of a text, packed rows, and the default tokenizer."""
+"""Files created at first use and kept in the cache folder: token files of a text, packed rows, the default tokenizer."""
 
 import contextlib
 import fcntl
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 Cached = TypeVar("Cached")
 
-_VERSION = "3"  # part of every cache key: raise it when the same files would give other tokens
-_SOURCE = 64 * MIB  # of a file of the standard library
+_VERSION = "3"  # part of every cache key: increment it when the same files give other tokens
+_SOURCE = 64 * MIB  # the largest file of the standard library
 
 
 def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path:
-    """The folder of token files of a text, from the cache or made now.
+    """The folder of token files of a text, from the cache or created now.
 
-    Names, sizes and times of the files show whether they have changed; contents are not read again at each start.
+    Names, sizes and modification times show whether the text has changed; a start does not read its contents again.
     """
     stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
     template = load_template(assets) if assets else None
@@ -56,7 +56,7 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
                 [path], folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
                 chat=template, key=f"{key} =",
             )  # fmt: skip
-        except BadDocument:  # the corrected text will have another name
+        except BadDocument:  # the corrected text will have another cache key
             shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"), ignore_errors=True)
             raise
 
@@ -66,7 +66,7 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
 
 
 def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
-    """The best-fit rows of a file, from the cache or made now."""
+    """The best-fit rows of a file, from the cache or created now."""
 
     def make(folder: Path) -> None:
         log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
@@ -94,7 +94,7 @@ def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
 
 
 def default_tokenizer() -> LoadedTokenizer:
-    """The tokenizer of Python's standard library, trained at first use."""
+    """The default tokenizer, trained on Python's standard library at first use."""
     files = stdlib_files()
 
     def make(path: Path) -> None:
@@ -107,7 +107,7 @@ def default_tokenizer() -> LoadedTokenizer:
 
 
 def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], Cached]) -> Cached:
-    """Reads `path`, which one process makes first if it is missing or damaged, while others wait. Written atomically.
+    """Reads `path`. If it is missing or damaged, one process creates it first, atomically, while others wait.
 
     make: writes a file or a folder. Raises UserError where the cache folder cannot be written.
     """
@@ -117,10 +117,10 @@ def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], C
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            with contextlib.suppress(Exception):  # another process has made it meanwhile
+            with contextlib.suppress(Exception):  # another process has created it meanwhile
                 return read(path)
             unfinished = path.with_name(f"{path.name}.tmp")
-            for leftover in (unfinished, path):  # of a start that was killed before its last rename; damaged
+            for leftover in (unfinished, path):  # left by a process that was killed before the rename; damaged
                 _remove(leftover)
             try:
                 make(unfinished)
@@ -128,7 +128,7 @@ def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], C
             finally:
                 _remove(unfinished)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}; TITANLITE_CACHE names another folder for it") from None
+        raise UserError(f"{path}: cannot be written: {error}; set TITANLITE_CACHE to another folder") from None
     return read(path)
 
 

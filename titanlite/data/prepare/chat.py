@@ -1,7 +1,7 @@
-"""Chats as tokens: the tokenizer's chat template renders the text, and determines which tokens are the assistant's.
+"""Chats as tokens: the tokenizer's chat template renders the text, and determines which tokens the assistant wrote.
 
 A template is a Jinja program that comes with a model, as in Hugging Face's tokenizers. It runs in a sandbox. The loss is
-computed on the assistant's tokens only, with the token that ends each turn. They are the text inside the template's
+computed on the assistant's tokens only, including the token that ends each turn. They are the text inside the template's
 `{% generation %}` tags; in a template without these tags, the text that a turn adds to the chat before it, without the prompt
 that opens the turn. A turn with "weight": 0 is not learned (OpenAI's format for fine-tuning).
 Nothing here imports torch, so that worker processes start fast.
@@ -26,13 +26,13 @@ from titanlite.data.tokenizer import load_tokenizer, read_settings, refusing
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import MIB, Absent, read_text
 
-# The date that templates get, so that the same chats give the same tokens every day: the default of Llama's templates.
+# The date that templates get, so that the same chats give the same tokens every day. It is the default of Llama's templates.
 _TODAY = datetime(2024, 7, 26)
 # Marks around the text inside {% generation %} tags, removed again. Unicode reserves these two for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_SHOWN = 80  # characters of a wrong value
-_LIMIT = 4 * MIB  # of a template; published ones have up to 100 KiB
-_Spans = list[tuple[int, int]]  # of characters in a text
+_SHOWN = 80  # characters of a wrong value in a message
+_LIMIT = 4 * MIB  # of a template's file; published ones have up to 100 KiB
+_Spans = list[tuple[int, int]]  # ranges of characters in a text
 _USE_TAGS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
 
 
@@ -43,7 +43,7 @@ class ChatTemplate:
     """
 
     def __init__(self, template: str, variables: dict[str, str], tokenizer: Tokenizer):
-        """variables: what the template may use beside the messages.
+        """variables: what the template may use besides the messages.
 
         Raises jinja2.TemplateSyntaxError. Changes the tokenizer: it then recognizes special tokens in the text that it encodes.
         """
@@ -57,7 +57,7 @@ class ChatTemplate:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets of all characters, including spaces
         added = tokenizer.get_added_tokens_decoder().items()
         self._special = {number: token.content for number, token in added if token.special and token.content}
-        # in a message as JSON
+        # as spelled in a message in JSON
         self._spellings = {json.dumps(token, ensure_ascii=False)[1:-1]: token for token in self._special.values()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class ChatTemplate:
         find = self._by_tags if self._environment.has_tags else self._by_prefixes
         text, spans = find(messages, tools, learned)
         if tools and self._is_same_without(messages, None, text):
-            raise ValueError("the chat template does not render the tools beside the messages; remove them, or change it")
+            raise ValueError("the chat template does not render the tools; remove them, or change the template")
         with refusing(ValueError, "the tokenizer cannot encode it"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids, starts, ends = encoding.ids, *([offset[side] for offset in encoding.offsets] for side in (0, 1))
@@ -123,7 +123,7 @@ class ChatTemplate:
             raise ValueError(f"tools must be a list of objects, not {tools!r}")
         self._check_text("tools", tools)
         if not any(map(_is_learned, messages)):
-            raise ValueError("no message is the assistant's with a weight other than 0, so it has no labels")
+            raise ValueError("no message is the assistant's with a weight other than 0, so the chat has no labels")
 
     def _check_text(self, name: str, value: Any) -> None:
         text = json.dumps(value, ensure_ascii=False, default=str)
@@ -145,12 +145,12 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it: {reason}") from None
 
     def _with_readable_contents(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
-        """Contents that are lists of text parts as they are, where the template renders each text, else their texts joined.
+        """Messages whose contents are lists of text parts stay lists if the template renders each text, else become strings.
 
         Templates of models that also read images take lists. Others take strings; vLLM and llama.cpp then join with newlines.
         """
         texts = [part["text"] for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-        with contextlib.suppress(ValueError):  # a template that takes strings alone; what else is wrong is raised for them
+        with contextlib.suppress(ValueError):  # the template takes only strings; any other fault is raised again later
             rendered = self._render(messages, tools) if texts else ""
             if all(text.strip() in rendered for text in texts):
                 return messages
@@ -160,9 +160,9 @@ class ChatTemplate:
         ]
 
     def _by_tags(self, messages: list[dict[str, Any]], tools: Any, learned: list[int]) -> tuple[str, _Spans]:
-        """(text, the spans that are learned), by the template's generation tags.
+        """(text, the spans that are learned), from the template's generation tags.
 
-        Each turn of the assistant has one span; where the numbers differ, rendering the chat up to each turn counts its spans.
+        Usually each turn of the assistant has one span. Otherwise, rendering the chat up to each turn counts its spans.
         """
         text, spans = self._enclosed(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -170,7 +170,7 @@ class ChatTemplate:
         ends = [*range(1, len(turns) + 1)]
         if not one_each:
             ends = [len(self._enclosed(messages[: number + 1], tools)[1]) for number in turns]
-        kept = spans[ends[-1] :]  # of messages behind, which the template marks as well
+        kept = spans[ends[-1] :]  # of later messages, which the template marks too
         for number, (first, last) in zip(turns, itertools.pairwise([0, *ends]), strict=True):
             if number in learned:
                 of_turn = spans[first:last]
@@ -194,7 +194,7 @@ class ChatTemplate:
         return text, spans
 
     def _by_prefixes(self, messages: list[dict[str, Any]], tools: Any, learned: list[int]) -> tuple[str, _Spans]:
-        """The same, by the text that each of these turns adds to the turns before it."""
+        """As `_by_tags`, from the text that each learned turn adds to the turns before it."""
         text, spans = self._render(messages, tools), []
         for number in learned:
             before = self._render(messages[:number], tools, prompt=True)
@@ -209,16 +209,16 @@ class ChatTemplate:
             header = isinstance(content, str) and not said.lstrip().startswith(content.strip())
             if header and before == self._render(messages[:number], tools):
                 raise ValueError(f"the template ignores add_generation_prompt, so headers cannot be recognized; {_USE_TAGS}")
-            # The text after the token that ends the turn, often a newline, is the template's.
+            # The template writes the text after the token that ends the turn, often a newline.
             if said.rstrip().endswith(tuple(self._special.values())):
                 said = said.rstrip()
             spans.append((len(before), len(before) + len(said)))
         return text, spans
 
     def _refuse_unrendered(self, messages: list[dict[str, Any]], tools: Any, number: int, text: str, said: str) -> None:
-        """Raises ValueError if the template leaves out what a turn says: then the text is the same without it.
+        """Raises ValueError if the template leaves out the contents of a turn: then the text is the same without them.
 
-        text: of the chat; said: the part of it that is certainly the turn's.
+        text: of the chat; said: the part of it that certainly belongs to the turn.
         """
         for key in ("content", "tool_calls"):
             value = messages[number].get(key)
@@ -230,7 +230,7 @@ class ChatTemplate:
                 raise ValueError(f'the chat template does not render {what}; change it, or give the message "weight": 0')
 
     def _is_same_without(self, messages: list[dict[str, Any]], tools: Any, text: str) -> bool:
-        """Whether a chat without something has the same text; not where the template refuses it, since then it reads it."""
+        """Whether a chat with something removed has the same text; not if the template refuses it, since then it reads it."""
         try:
             return self._render(messages, tools) == text
         except ValueError:
@@ -238,15 +238,15 @@ class ChatTemplate:
 
 
 class _Unprinted:
-    """Lists and objects of a message, which a template may read, but not print as Python writes them."""
+    """Lists and objects of a message, which a template may read, but not print in Python's notation."""
 
     def __repr__(self) -> str:
-        raise TemplateError("it prints a list or an object of a message as Python writes it; it must be text")
+        raise TemplateError("it prints a list or an object of a message in Python's notation; it must print text")
 
     __str__ = __repr__
 
 
-_List: Any = type("list", (_Unprinted, list), {})  # names for the messages of errors
+_List: Any = type("list", (_Unprinted, list), {})  # the names that error messages show
 _Object: Any = type("dict", (_Unprinted, dict), {})
 
 
@@ -263,11 +263,10 @@ def _is_learned(message: dict[str, Any]) -> bool:
 def load_template(folder: str) -> ChatTemplate | None:
     """The chat template of a tokenizer's folder, None where it has none.
 
-    It is chat_template.jinja, or else "chat_template" in tokenizer_config.json: a text, or several named texts, of which
-    "default" is used. The special tokens in tokenizer_config.json are variables of the template. Raises UserError for a broken
-    file.
+    It is chat_template.jinja, or else "chat_template" in tokenizer_config.json: a string, or named strings, of which "default"
+    is used. The special tokens in tokenizer_config.json are variables of the template. Raises UserError for a broken file.
     """
-    template: Any  # as in a file from outside
+    template: Any  # of any type, since the file is not trusted
     settings, path = read_settings(Path(folder)), Path(folder) / "chat_template.jinja"
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
@@ -288,7 +287,7 @@ def load_template(folder: str) -> ChatTemplate | None:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None
     except UserError:
         raise
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last three of nesting that is too deep
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last three for nesting that is too deep
         raise UserError(f"{path}: broken chat template: {error}") from None
 
 
@@ -296,7 +295,7 @@ def load_template(folder: str) -> ChatTemplate | None:
 
 
 def _environment() -> Any:  # `_GenerationTags` adds attributes
-    """Jinja as Hugging Face's templates expect it, without access to the machine."""
+    """A Jinja sandbox with what Hugging Face's templates expect."""
     extensions = [_GenerationTags, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _TODAY.strftime}

@@ -20,9 +20,9 @@ from titanlite.ground.untrusted import MIB, FileSchema, read_json, size_of
 STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SMALLEST, _LARGEST = MIB // 2, 32 * MIB  # bytes of a unit of work
-_UNITS = 128  # the target for a small input, so that every worker has several
-_ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_info", "dataset_infos"}  # stems of files beside data
-_NAMED_AT_MOST = 50  # files that are left out, in one message
+_UNITS = 128  # the number of units for a small input, so that every worker gets several
+_ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_info", "dataset_infos"}  # files about the data
+_NAMED_AT_MOST = 50  # files left out that one message names
 
 
 class Input(NamedTuple):
@@ -35,16 +35,15 @@ class Input(NamedTuple):
 
 
 def list_inputs(names: list[str], key: str = "--input", warn: Callable[[str], object] = lambda _: None) -> list[Input]:
-    """The inputs that files, folders, patterns, URLs and names of datasets stand for, in order; those of one name sorted.
+    """The inputs to which files, folders, patterns, URLs and names of datasets refer, in order; those of one name sorted.
 
-    A folder stands for all files under it that are not hidden, a pattern for the files that match, a name with "://" for what
-    fsspec finds there; of folders and patterns, files of unknown kinds and files about the data, such as a README, are left
-    out. A folder that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the Hugging
-    Face hub or in a local folder NAME; hub:NAME::SPLIT has the default configuration, and the default split is train.
-    "stdlib" stands for `stdlib_files`.
+    A folder means all files under it that are not hidden, a pattern the files that match, a name with "://" what fsspec finds
+    there. From folders and patterns, files of unknown kinds and files about the data, such as a README, are left out. A folder
+    that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the Hugging Face hub or in a local folder
+    NAME; hub:NAME::SPLIT has the default configuration, and the default split is train. "stdlib" means `stdlib_files`.
 
-    key: the option or key that has the names. warn: called with a text that names the files that are left out. Raises UserError
-    for a name without inputs, for a file of an unknown kind, and for an input named twice.
+    key: the option or key that has the names. warn: called with a message that names the files left out. Raises UserError for a
+    name without inputs, for a file of an unknown kind, and for an input named twice.
     """
     sources = [entry for name in names for entry in _find(name, key, warn)]
     seen: set[str] = set()
@@ -67,7 +66,7 @@ def group(parts: list[InputRange]) -> list[list[InputRange]]:
 
 
 def stdlib_files() -> list[Path]:
-    """The sources of the standard library of the Python that runs this, sorted."""
+    """The source files of the running Python's standard library, sorted."""
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         # lib2to3 and others keep samples in other encodings under tests; site-packages is not the standard library
@@ -104,26 +103,26 @@ def _find(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
         raise UserError(f"{key} {name}: {error.filename} cannot be read: {error.strerror}") from None
     if not inputs:
         on_hub = f"hub:{name}" if re.fullmatch(r"[\w-]+/[\w.-]+", name) else "hub:allenai/c4:en"
-        absent = f'no such file or folder; "{STDLIB}" is the built-in data, "{on_hub}" a data set of the Hugging Face hub'
+        absent = f'no such file or folder; "{STDLIB}" is the built-in data, "{on_hub}" a dataset of the Hugging Face hub'
         raise UserError(f'{key} "{name}": {"no file matches this pattern" if glob.has_magic(name) else absent}')
     return inputs
 
 
 def _refuse_unknown(path: str, key: str) -> None:
     if not kind_of(path):
-        raise UserError(f'{key} "{path}": its suffix is not of a known kind of text; {known_kinds()}')
+        raise UserError(f'{key} "{path}": unknown suffix; {known_kinds()}')
 
 
 def _known(files: list[str], name: str, key: str, warn: Callable[[str], object], others: bool = False) -> list[str]:
-    """The files of a folder or pattern that are data; `warn` gets the names of the rest. others: there are other inputs."""
+    """The files of a folder or pattern that are data; `warn` gets the names of the rest. others: more inputs exist."""
     known = [file for file in files if kind_of(file) and plain_name(file).rpartition("/")[2].partition(".")[0] not in _ABOUT]
     left_out = sorted(set(files) - set(known))
     if more := left_out[_NAMED_AT_MOST:]:
         left_out[_NAMED_AT_MOST:] = [f"and {len(more)} more"]
     if left_out and not known and not others:
-        raise UserError(listed(f'{key} "{name}": holds no file of a known kind of text:', left_out, known_kinds()))
+        raise UserError(listed(f'{key} "{name}": has no file of a known kind:', left_out, known_kinds()))
     if left_out:
-        warn(listed(f'{key} "{name}": left out, since they are of no known kind of text, or only about the data:', left_out))
+        warn(listed(f'{key} "{name}": left out, since their kind is unknown or they only describe the data:', left_out))
     return known
 
 
@@ -132,12 +131,12 @@ def _find_in_folder(path: Path, key: str, warn: Callable[[str], object]) -> list
         return [_find_dataset(str(path))]
     if (path / "dataset_dict.json").is_file():
         splits = sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder)))
-        raise UserError(f"{key} {path}: holds the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
+        raise UserError(f"{key} {path}: has the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
     # without hidden files, and those of hidden folders: a clone brings .git, a download .cache
     visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
     files = [str(file) for file in sorted(visible) if file.is_file()]
     if not files:
-        raise UserError(f"{key} {path}: the folder holds no files")
+        raise UserError(f"{key} {path}: the folder has no files")
     return [_find_file(file) for file in _known(files, str(path), key, warn)]
 
 
@@ -159,7 +158,7 @@ def _is_dataset(folder: str) -> bool:
 
 
 class _State(FileSchema):
-    """What state.json of a saved dataset must hold."""
+    """The schema of state.json in a saved dataset."""
 
     fingerprint: str = Field(alias="_fingerprint")
 
@@ -229,7 +228,7 @@ def _split_row_groups(path: str, size: int, target: int) -> Iterator[InputRange]
             about = parquet.ParquetFile(file).metadata
             sizes = [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
         except (pyarrow.ArrowException, OSError):
-            yield InputRange(path, "parquet", 0, 0, size)  # the reader will report what is wrong
+            yield InputRange(path, "parquet", 0, 0, size)  # the reader will report the fault
             return
     first = total = 0
     for number, one in enumerate(sizes):

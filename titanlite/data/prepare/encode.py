@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate
 
 KEPT = "finished units are kept: the same command continues from them"
-_LIMIT = 1024 * MIB  # of a record: as many skipped entries as lines
+_LIMIT = 1024 * MIB  # of a record, which may list every line as skipped
 _CHARACTERS, _DOCUMENTS = 2**16, 256  # what the tokenizer encodes in one call
 
 
@@ -39,7 +39,7 @@ class EncodeJob(NamedTuple):
 
     folder: Path  # of the finished units
     tokenizer: str  # as JSON
-    beginning: list[int]  # of each document; a chat whose template writes it gets no second one
+    beginning: list[int]  # the ids that begin each document; not repeated where a chat's template writes them
     end_of_text: int | None  # appended to each text
     dtype: str  # of the ids, a NumPy type
     text_key: str
@@ -125,16 +125,16 @@ class _Worker:
         self.process = context.Process(target=_work, args=(job, theirs), daemon=True)
         with children.starting({signal.SIGINT}):
             self.process.start()
-        theirs.close()  # so that reading from the pipe ends when the worker ends
+        theirs.close()  # so that a read from the pipe ends when the worker ends
         self.send(unit)
 
     def send(self, unit: Unit) -> None:
         self.unit = unit
-        with contextlib.suppress(ConnectionError):  # it has ended: so does reading from the pipe
+        with contextlib.suppress(ConnectionError):  # it has ended, and the next read from the pipe reports that
             self.pipe.send(unit)
 
     def end_report(self) -> str:
-        """Why it answers no more."""
+        """Why the worker has ended."""
         self.process.join(timeout=1.0)
         code = self.process.exitcode
         how = f" by signal {-code}" if code and code < 0 else f" with exit code {code}" if code else ""
@@ -173,7 +173,7 @@ def _tokenizer(job: EncodeJob) -> Tokenizer:
 
 
 def _chunks(entries: Iterable[Document | Bad]) -> Iterator[list[Document | Bad]]:
-    """Entries in order, as many together as are encoded in one call."""
+    """Entries in order, in chunks that are encoded in one call."""
     chunk: list[Document | Bad] = []
     characters = 0
     for entry in entries:
@@ -213,7 +213,7 @@ class _Encoder:
         return self.record
 
     def _run(self, folder: Path) -> None:
-        # only at the end it is known whether the unit holds a chat
+        # only at the end it is known whether the unit has a chat
         self.writer = TokenWriter(folder / "tokens", np.dtype(self.job.dtype), losses=self.job.chat is not None)
         for number, part in enumerate(self.unit.parts):
             for chunk in _chunks(read(part, self.job.text_key)):
@@ -227,7 +227,7 @@ class _Encoder:
             self.writer.prefix.with_name("tokens.loss").unlink(missing_ok=True)
 
     def _encode(self, chunk: list[Document | Bad]) -> Iterator[_Encoded | Bad]:
-        """What becomes of each entry."""
+        """The encoded form of each entry, or the reason against it."""
         texts = [entry for entry in chunk if isinstance(entry, Document) and isinstance(entry.content, str)]
         encoded = iter(self._encode_texts(texts))
         for entry in chunk:
@@ -237,7 +237,7 @@ class _Encoder:
                 yield next(encoded) if isinstance(entry.content, str) else self._encode_chat(entry)
 
     def _encode_texts(self, texts: list[Document]) -> list[_Encoded | Bad]:
-        """In one call, which takes a fraction of the time. Where it fails, one by one: then the text at fault is known."""
+        """Encodes texts in one call, which is much faster. If it fails, encodes them one by one to find the text at fault."""
         try:
             encoded = encode_texts(self.tokenizer, [str(entry.content) for entry in texts])
         except ValueError as error:
@@ -254,7 +254,7 @@ class _Encoder:
             return Bad(entry.location, "a chat, but the tokenizer's folder has no chat template")
         try:
             ids, loss = self.job.chat.encode(entry.content, entry.tools)
-        except (ValueError, TypeError) as error:  # TypeError: the tokenizer's for text that is not Unicode
+        except (ValueError, TypeError) as error:  # the tokenizer raises TypeError for text that is not Unicode
             return Bad(entry.location, f"a chat that cannot be rendered: {error}")
         self.record.chats = True
         beginning = [] if ids[: len(beginning)] == beginning else beginning

@@ -1,4 +1,4 @@
-"""The manifest of a folder that `titanlite tokenize` has written: what it must hold."""
+"""The manifest of a folder that `titanlite tokenize` has written: its schema and its checksum."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import MIB, Count, FileName, FileSchema, read_json, validated
 
 MANIFEST = "manifest.json"
-SEAL = "xxh3_128"  # the entry that has the checksum of all others
+SEAL = "xxh3_128"  # the entry with the checksum of all others
 _LIMIT = 1024 * MIB  # with a million inputs: 100 MiB
 
 
@@ -50,18 +50,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     manifest = read_json(path, FileSchema, _LIMIT)
     if manifest.get(SEAL) != _seal(manifest):
-        raise UserError(f"{path}: is damaged, or titanlite 0.1 wrote it: its checksum is not right; tokenize the text again")
+        raise UserError(f"{path}: wrong checksum: it is damaged, or titanlite 0.1 wrote it; tokenize the text again")
     validated(_Manifest, manifest, str(path))
     return manifest
 
 
 def _seal(values: dict[str, Any]) -> str:
-    """The checksum of a manifest, but for the entry that has it."""
+    """The checksum of all entries of a manifest but SEAL."""
     text = json.dumps({name: value for name, value in values.items() if name != SEAL}, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with its checksum, and with the size of a block: each of the files that it lists has checksums."""
+    """A manifest with its checksum, and with the block size of the checksums of its files."""
     values = {**values, "block_bytes": BLOCK}
     return {**values, SEAL: _seal(values)}

@@ -12,7 +12,7 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import open_file
 
 _BYTES_AT_ONCE = 2**20
-DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile)  # what reading a damaged compressed file raises
+DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile)  # raised by a read of a damaged compressed file
 
 
 def is_url(path: str) -> bool:
@@ -20,12 +20,12 @@ def is_url(path: str) -> bool:
 
 
 def plain_name(path: str) -> str:
-    """A file or URL without what follows its suffix, in lower case."""
+    """A file or URL in lower case, without what follows the suffix of a URL."""
     return path.lower() if not is_url(path) else path.lower().partition("?")[0]  # a signature or a version follows
 
 
 def packing_of(path: str) -> str:
-    """The suffix of a file or URL that is compressed as a whole, a key of PACKINGS; else empty."""
+    """The suffix of a compressed file or URL, a key of PACKINGS; else empty."""
     return next((suffix for suffix in PACKINGS if plain_name(path).endswith(suffix)), "")
 
 
@@ -43,7 +43,7 @@ def open_bytes(path: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def open_unpacked(path: str) -> Iterator[BinaryIO]:
-    """A file or URL, decompressed."""
+    """Opens a file or URL, decompressed."""
     with open_bytes(path) as file:
         yield PACKINGS[packing](file) if (packing := packing_of(path)) else file
 

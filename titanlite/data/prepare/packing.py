@@ -1,4 +1,4 @@
-"""Best-fit packing: whole documents combined into rows with as little padding as possible.
+"""Best-fit packing: combines whole documents into rows with as little padding as possible.
 
 Best-fit decreasing: the longest piece first, each into the fullest row that has room for it (Ding et al., "Fewer truncations
 improve language modeling", arXiv:2404.10830). A document longer than a row is cut. Its parts share one token: the last label of

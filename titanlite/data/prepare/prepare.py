@@ -7,8 +7,8 @@ While it runs, everything is in OUTPUT.unfinished:
     whole/              the future OUTPUT: 00000.bin, .idx, with chats .loss, ..., skipped.jsonl; manifest.json is written last
     lock                held by the running command
 
-One rename turns whole/ into OUTPUT. Its contents depend on inputs, tokenizer and options, not on the number of workers, nor on
-how often the command was killed.
+One rename turns whole/ into OUTPUT. Its contents depend on inputs, tokenizer and options, but not on the number of workers or
+of kills.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 1  # of the manifest
-_PLAN_FORMAT = 2  # raise it when the same plan would give other token files
+_PLAN_FORMAT = 2  # increment it when the same plan gives other token files
 _LIMIT = 1024 * MIB  # of the plan of a million inputs: 100 MiB
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 
 
 class _Plan(FileSchema):
-    """What plan.json must hold to be compared with another plan."""
+    """The entries of plan.json that are compared with another plan."""
 
     inputs: list[Annotated[tuple[str, int | None, str, list[Any]], Strict(False)]]
 
@@ -68,11 +68,10 @@ def prepare(
 ) -> dict[str, Any]:
     """Writes token files and manifest.json into the new folder `output`; -> the manifest.
 
-    inputs: as for `list_inputs`; key: the option or key that has them. tokenizer: its `beginning` begins each document.
-    append_eos: appends the end-of-text id to each text, not to chats. workers: processes, of one thread each.
-    shard_tokens: the limit of a shard; a longer document is a shard of its own. on_error: what to do with an entry that is not
-    a document, "fail" or "skip"; skipped.jsonl lists the skipped ones. chat: renders chats; without it a chat is not a
-    document.
+    inputs: as for `list_inputs`; key: the option or key that names them. tokenizer: each document begins with its `beginning`.
+    append_eos: appends the end-of-text id to each text, not to chats. workers: processes, of one thread each. shard_tokens: the
+    limit of a shard; a longer document is a shard of its own. on_error: what to do with an entry that is not a document, "fail"
+    or "skip"; skipped.jsonl lists skipped entries. chat: renders chats; if None, a chat is not a document.
 
     Raises UserError for inputs that cannot be read, for an `output` that exists, where another command is running or has left
     unfinished work, and where the disk is too full; BadDocument with file and line for an entry that is not a document.
@@ -82,7 +81,7 @@ def prepare(
     work = output.with_name(f"{output.name}.unfinished")
     _refuse_existing(output)
     listed = list_inputs(inputs, key, log.warning)
-    plan = {  # all that determines the token files; --on-error may change when a command continues
+    plan = {  # everything that determines the token files; a command that continues may change --on-error
         "format": _PLAN_FORMAT,
         "tokenizer": tokenizer_digest(tokenizer),
         "beginning of text": list(tokenizer.beginning),
@@ -100,7 +99,7 @@ def prepare(
             if not (work / "whole" / MANIFEST).exists():
                 records = _encode(listed, work, _job(plan, work, tokenizer, on_error == "skip", chat), workers)
                 if differences := _differences(plan, {**plan, "inputs": _describe_inputs(list_inputs(inputs, key))}):
-                    raise UserError(f"the inputs have changed while they were read: {'; '.join(differences)}")
+                    raise UserError(f"the inputs changed while they were read: {'; '.join(differences)}")
                 _assemble(listed, records, work, plan, tokenizer)
             return _hand_over(work, output)
     except OSError as error:
@@ -133,7 +132,7 @@ def _differences(begun: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     names = [name for name in plan if name != "inputs" and begun.get(name) != plan[name]]
     options = [f"{name} was {begun.get(name)}, is {plan[name]}" for name in names]
     before, now = ({path: about for path, *about in entries} for entries in (begun["inputs"], plan["inputs"]))
-    # a new input changes how all are split: it is named before those that differ for this reason
+    # a new input changes how all inputs are split, so it is named before those that only differ in this
     changes = [f"{path} is new" for path in now if path not in before]
     changes += [f"{path} is no longer among the inputs" for path in before if path not in now]
     changes += [f"{path} has changed" for path in now if path in before and before[path] != now[path]]
@@ -208,7 +207,7 @@ def _assemble(
     if not documents:
         aside = f"; skipped: {len(skipped)}, such as {skipped[0].file}: {skipped[0].reason}" if skipped else ""
         shutil.rmtree(work)
-        raise UserError(f"the inputs hold 0 documents, 0 tokens{aside}")
+        raise UserError(f"the inputs have 0 documents, 0 tokens{aside}")
     with tqdm(desc="writing shards", total=tokens, disable=None, delay=1, leave=False, bar_format=_BAR) as bar:
         units = (work / "units" / name for name in records)
         shards, largest = write_shards(units, whole, dtype, plan["tokens of a shard"], chats, bar.update)

@@ -26,7 +26,7 @@ _MESSAGES = "messages"  # the key of a chat, an alternative to a text under the 
 _TOOLS = "tools"  # beside it: the functions that the assistant may call
 _ROWS_AT_ONCE = 128  # a row may be a book
 _BYTES_AT_ONCE = 2**20
-_BOM = b"\xef\xbb\xbf"  # some Windows programs write it at the start of a UTF-8 file; it is not text
+_BOM = b"\xef\xbb\xbf"  # the byte order mark that some Windows programs write at the start of a UTF-8 file
 
 
 class InputRange(NamedTuple):
@@ -42,7 +42,7 @@ class InputRange(NamedTuple):
 class Document(NamedTuple):
     """A text, or the messages of a chat."""
 
-    location: int | None  # as `where` takes it
+    location: int | None  # as for `where`
     content: str | list[Any]
     tools: Any = None  # of a chat, as in the file
 
@@ -103,13 +103,13 @@ def kind_of(path: str) -> str | None:
     """The reader of a file or URL, by its suffix: a key of READERS. None: not a known kind of text."""
     name, packing = plain_name(path).removesuffix(packing_of(path)), packing_of(path)
     kind = next((kind for kind, suffixes in KINDS.items() if name.endswith(suffixes)), None)
-    return None if packing and kind == "parquet" else kind  # which compresses its columns itself
+    return None if packing and kind == "parquet" else kind  # Parquet compresses its columns itself
 
 
 def known_kinds() -> str:
     """The suffixes that are read, for messages."""
     suffixes = " ".join(itertools.chain.from_iterable(KINDS.values()))
-    return f"known are {suffixes}, and these with {' or '.join(PACKINGS)} behind, except .parquet"
+    return f"known are {suffixes}, and each but .parquet also with {' or '.join(PACKINGS)} appended"
 
 
 def open_hub(path: str) -> tuple[Any, str]:
@@ -128,7 +128,7 @@ def open_hub(path: str) -> tuple[Any, str]:
     except Exception as error:
         raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}") from None
     files = (builder.config.data_files or {}).get(split or "train")
-    # commits of a dataset on the hub, modification times in a folder
+    # data files have the commit of a dataset on the hub, or modification times in a folder
     versions = repr([builder.hash, getattr(files, "origin_metadata", None)])
     return stream, digest(versions)
 
@@ -165,7 +165,7 @@ def _jsonl(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
         at = part.begin
         if at:
             file.seek(at - 1)
-            at += len(file.readline()) - 1  # the rest of a line that the previous part reads
+            at += len(file.readline()) - 1  # skip the rest of a line that the previous part reads
         lines = file if packing_of(part.path) else _lines_until(file, at, part.end)
         yield from _until_damage(lines, lambda lines: _entries(lines, text_key))
 
@@ -212,8 +212,8 @@ def _csv(part: InputRange, text_key: str, delimiter: str) -> Iterator[Document |
 
 def _csv_rows(lines: Iterator[bytes], text_key: str, delimiter: str) -> Iterator[Document | Bad]:
     """The rows below the header, each with the line that it begins on; a field in double quotes may have several lines."""
-    csv.field_size_limit(2**31 - 1)  # of the process; a field may be a book
-    text = (line.decode("utf-8", "surrogateescape") for line in lines)  # so that a bad byte spoils its row alone
+    csv.field_size_limit(2**31 - 1)  # for the whole process; a field may be a book
+    text = (line.decode("utf-8", "surrogateescape") for line in lines)  # so that a bad byte affects its row alone
     rows = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
@@ -236,7 +236,7 @@ def _csv_rows(lines: Iterator[bytes], text_key: str, delimiter: str) -> Iterator
 
 def _csv_document(line: int, row: list[str], header: list[str], text_key: str) -> Document | Bad:
     if len(row) != len(header):
-        return Bad(line, f"has {len(row)} fields, and the first line {len(header)}")
+        return Bad(line, f"has {len(row)} fields, but the first line has {len(header)}")
     content = row[header.index(text_key)]
     try:
         content.encode("utf-8")
@@ -248,7 +248,7 @@ def _csv_document(line: int, row: list[str], header: list[str], text_key: str) -
 def _until_damage(
     lines: Iterable[bytes], read_lines: Callable[[Iterator[bytes]], Iterator[Document | Bad]]
 ) -> Iterator[Document | Bad]:
-    """What `read_lines` makes of the lines before the damage of a compressed file, and then the location of the damage."""
+    """The documents in the lines before the damage in a compressed file, then the location of the damage."""
     damage: list[Bad] = []
 
     def readable_lines() -> Iterator[bytes]:
@@ -260,7 +260,7 @@ def _until_damage(
             damage.append(_damaged(number + 1, error))
 
     for found in read_lines(readable_lines()):
-        if not damage or isinstance(found, Document):  # an entry that is cut by the damage is no fault of its own
+        if not damage or isinstance(found, Document):  # an entry that the damage truncates is not reported twice
             yield found
     yield from damage
 
@@ -285,7 +285,7 @@ def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
 
 
 def _parsed(content: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError with the reason why there is none."""
+    """Parses JSON. Raises ValueError with the reason where it is invalid."""
     try:
         return parse_json(content.removeprefix(_BOM).decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -354,7 +354,7 @@ def _parquet(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
                     yield from _rows(batch, row, text_key)
                     row += batch.num_rows
                 if row - first != sizes[group]:
-                    yield Bad(None, f"damaged: row group {group} must have {sizes[group]:,} rows, and holds {row - first:,}")
+                    yield Bad(None, f"damaged: row group {group} must have {sizes[group]:,} rows, but has {row - first:,}")
             except (pyarrow.ArrowException, OSError) as error:
                 yield _damage(row, f"rows {row} to {sum(sizes[: group + 1]) - 1} cannot be read", error)
 
@@ -376,11 +376,11 @@ def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
     try:
         for row, entry in enumerate(batch.to_pylist(), first):
             yield _document(row, entry, text_key)
-    except (ValueError, OverflowError) as error:  # of text, or of a date that Python does not have
+    except (ValueError, OverflowError) as error:  # invalid text, or a date outside of Python's range
         if batch.num_rows == 1:
             what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
             yield Bad(first, f"{what}: {error}")
-        else:  # in one of the rows
+        else:  # one of the rows has the fault
             for number in range(batch.num_rows):
                 yield from _rows(batch.slice(number, 1), first + number, text_key)
 

@@ -1,4 +1,4 @@
-"""Writes token files: those of a unit, document by document, and the shards that join finished units, with checksums."""
+"""Writes token files with checksums: those of a unit, document by document, and the shards, which join finished units."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ _TOKENS_AT_ONCE = 2**22
 
 
 def smallest_type(vocabulary: int) -> np.dtype:
-    """The smallest of the format's types that holds the ids below `vocabulary`. It has no uint32."""
+    """The smallest of the format's types that holds the ids below `vocabulary`. The format has no uint32."""
     fits = (dtype for dtype in (np.uint8, np.uint16, np.int32, np.int64) if vocabulary - 1 <= np.iinfo(dtype).max)
     return np.dtype(next(fits))
 

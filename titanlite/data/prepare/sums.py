@@ -11,7 +11,7 @@ from titanlite.data.blocks import BLOCK, sums_of
 
 
 class BlockWriter:
-    """A file that is written sequentially. `close` writes its checksums; a file that could not be completed has none."""
+    """A file that is written sequentially. `close` writes its checksums; an incomplete file has none."""
 
     def __init__(self, path: Path):
         self._path = path
