@@ -270,7 +270,7 @@ def test_another_tokenizer_in_the_teachers_folder_is_refused(tmp_path):
 def test_a_loss_of_ones_own_takes_the_teachers_logits_if_there_is_a_teacher_and_only_then(tmp_path):
     folder = written(tmp_path / "teacher", "tests.tiny", "large")
     (fault,) = faults_of(folder, training={"loss": "tests.own.parts:smoothed"})
-    assert "must take logits, labels, teacher_logits, then its options by keyword" in fault
+    assert "must take logits, labels, teacher_logits, then training.loss_options by keyword" in fault
     (fault,) = faults_of(folder, training={"loss": "tests.own.parts:reverse_divergence"}, distillation={"teacher": ""})
     assert fault == 'training.loss = "tests.own.parts:reverse_divergence": takes teacher_logits, so set distillation.teacher'
 

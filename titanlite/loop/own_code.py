@@ -4,7 +4,7 @@ Every rank calls all of it at the same points, so it may use collectives.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
 from titanlite.loop.loss import to_microbatch
-from titanlite.registry.family import import_named, location_of
-from titanlite.registry.own import place, with_options
+from titanlite.registry.family import import_named
+from titanlite.registry.own import calling, place, with_options
 
 EXTRA, HOOKS = "metrics.extra", "hooks.modules"
 # The hooks of a module, each with the arguments that titanlite passes; titanlite/interfaces.py says when.
@@ -39,10 +39,8 @@ class Part(NamedTuple):
     function: Callable[..., Any]
 
     def __call__(self, *arguments: Any) -> Any:
-        try:
+        with calling(f"{self.source}: fails"):
             return self.function(*arguments)
-        except Exception as error:  # the user's function can raise anything
-            raise UserError(f"{self.source}: fails ({location_of(error)}): {error!r}") from error
 
     def numbers(self, *arguments: Any) -> dict[str, Pair]:
         """What it returns; each number is the pair (number, 1)."""
@@ -140,9 +138,7 @@ def _hooks_of(name: str) -> dict[str, Part]:
     return hooks
 
 
-def faults(config: Config) -> Iterator[str]:
-    """Metrics and hooks that do not follow titanlite/interfaces.py."""
-    try:
-        OwnCode(config)
-    except UserError as error:
-        yield from str(error).splitlines()
+def faults(config: Config) -> Iterable[str]:
+    """Raises UserError for metrics and hooks that do not follow titanlite/interfaces.py."""
+    OwnCode(config)
+    return ()
