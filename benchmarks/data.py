@@ -34,10 +34,10 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.sources import open_tokenizer
-from titanlite.loop.metrics import peak_flops_of
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
+from titanlite.plan.time import peak_flops_of
 from titanlite.registry.family import load_family
 
 # Sequences in a rank's step, and their length: llama_debug, one in between, llama_8b, llama_1b.

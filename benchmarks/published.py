@@ -15,7 +15,7 @@ from models.blocks import Flops, transformer_flops
 from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Positive, parse_toml, validated
-from titanlite.loop.metrics import peak_flops_of
+from titanlite.plan.time import peak_flops_of
 from titanlite.registry.family import load_family
 
 FILE = Path(__file__).with_name("published_runs.toml")

@@ -36,7 +36,7 @@ from benchmarks.figures import OURS, aligned, disagreements, least_bytes, table
 from benchmarks.processes import ROOT, Left, Process, base_environment, missing_packages, python_of
 from models import llama3
 from titanlite.ground.errors import UserError
-from titanlite.loop.metrics import peak_flops_of
+from titanlite.plan.time import peak_flops_of
 from titanlite.registry.family import Family
 
 # The largest relative difference between the first losses of two contestants. In float32 only the order of sums differs. In

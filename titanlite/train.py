@@ -42,7 +42,7 @@ from titanlite.loop.checks import check
 from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import Incidents, StepRecord, Steps
 from titanlite.loop.memory import Memory
-from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
+from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, speed
 from titanlite.loop.own_code import OwnCode
 from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore, stream_at
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
@@ -56,7 +56,7 @@ from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.plan import memory as memory_plan
-from titanlite.plan.outlook import Outlook
+from titanlite.plan.outlook import Outlook, peak_flops
 from titanlite.registry.family import family_of
 from titanlite.registry.own import source_of_parts
 from titanlite.registry.source import source_of

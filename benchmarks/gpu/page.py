@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.figures import markdown, table
 from benchmarks.gpu.plan import GOALS, NEAR_ESTIMATE, PARTS, Goal, training_runs
 from titanlite.ground.files import replace_file
-from titanlite.loop.metrics import peak_flops_of
+from titanlite.plan.time import peak_flops_of
 
 Result = dict[str, Any]
 _PLOT = "runs.png"

@@ -89,8 +89,8 @@ def test_a_part_in_a_configuration_file_reads_back_and_its_code_belongs_to_the_r
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "raises": (WRONG, {"way": "raises"}, r"read\(0\) fails at .*data_parts.py, line \d+: ZeroDivisionError"),
-    "cannot be made": (WRONG, {"way": "assertion"}, r"cannot be made at .*data_parts.py, line \d+: AssertionError"),
+    "raises": (WRONG, {"way": "raises"}, r"read\(0\) fails \(.*data_parts.py, line \d+\): ZeroDivisionError"),
+    "cannot be made": (WRONG, {"way": "assertion"}, r"cannot be made \(.*data_parts.py, line \d+\): AssertionError"),
     "empty": (WRONG, {"way": "empty"}, "has 0 samples"),
     "id": (WRONG, {"way": "id"}, r"read\(0\) gives the id 1000000 at token 32, and the model's vocabulary is 512"),
     "negative": (WRONG, {"way": "negative"}, r"read\(0\) gives the id -1 at token 0"),
@@ -113,10 +113,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "misspelt": ("tests.own.parts:Sum", {}, r"has no Sum; did you mean Sums\?"),
     "no state": ("tests.own.data_parts:Stateless", {}, "has no state_dict, load_state_dict or reset; it is a stream"),
     "stream ends": (WRONG_STREAM, {"way": "ends"}, "ends after 2 rows of this start; must last until training.steps"),
-    "stream raises": (WRONG_STREAM, {"way": "raises"}, r"item 2 fails at .*data_parts.py, line \d+: RuntimeError"),
+    "stream raises": (WRONG_STREAM, {"way": "raises"}, r"item 2 fails \(.*data_parts.py, line \d+\): RuntimeError"),
     "late state": (WRONG_STREAM, {"way": "late"}, "continues from its state with other rows"),
     "forgets": (WRONG_STREAM, {"way": "forgets"}, "continues from its state with other rows"),
-    "cannot load": (WRONG_STREAM, {"way": "cannot load"}, r"cannot continue from its state at .*: KeyError\('place'\)"),
+    "cannot load": (WRONG_STREAM, {"way": "cannot load"}, r"cannot continue from its state \(.*: KeyError\('place'\)"),
     "tuple": (
         WRONG_STREAM,
         {"way": "tuple"},

@@ -92,7 +92,7 @@ WRONG = {
     ),
     "missing option": (
         *("def f(step, start, end, *, power):\n    return 1.0\n", "f", {}),
-        "^lr_scheduler.options: has no power, which wrong_parts:f needs",
+        "must take step, start, end, then lr_scheduler.options by keyword: missing a required .*'power'.*, line 1",
     ),
 }
 

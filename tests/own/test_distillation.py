@@ -270,7 +270,7 @@ def test_another_tokenizer_in_the_teachers_folder_is_refused(tmp_path):
 def test_an_own_loss_gets_the_teachers_logits_only_if_there_is_a_teacher(tmp_path):
     folder = written(tmp_path / "teacher", "tests.tiny", "large")
     (fault,) = faults_of(folder, training={"loss": "tests.own.parts:smoothed"})
-    assert "must take logits, labels, teacher_logits, then its options by keyword" in fault
+    assert "must take logits, labels, teacher_logits, then training.loss_options by keyword" in fault
     (fault,) = faults_of(folder, training={"loss": "tests.own.parts:reverse_divergence"}, distillation={"teacher": ""})
     assert fault == 'training.loss = "tests.own.parts:reverse_divergence": takes teacher_logits, so set distillation.teacher'
 

@@ -9,6 +9,7 @@ import pytest
 from tests.distributed.scenarios import config_of
 from titanlite.loop import checks
 from titanlite.loop.loss import faults
+from titanlite.registry.check import found_by
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
 
@@ -26,7 +27,7 @@ WRONG = {
 
 def faults_of(loss: str, **options) -> list[str]:
     config = config_of({}, training={"loss": loss, "loss_options": options})
-    return list(faults(config, on_meta(family_of(config.model), config)))
+    return list(found_by(faults, config, on_meta(family_of(config.model), config)))
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -137,7 +137,7 @@ def test_a_wrong_module_of_hooks_is_refused_before_the_start(name, wrong):
     text, words = HOOKS[name]
     wrong(text)
     with pytest.raises(UserError, match=f'^hooks.modules = "wrong_code": {words}'):
-        raise UserError("\n".join(faults(with_own_code(hooks=["wrong_code"]))))
+        faults(with_own_code(hooks=["wrong_code"]))
 
 
 SIGNATURES = {
@@ -161,7 +161,7 @@ def test_a_wrong_metric_is_refused_before_the_start(name, wrong):
     text, options, words = SIGNATURES[name]
     wrong(text)
     with pytest.raises(UserError, match=f"^{words}"):
-        raise UserError("\n".join(faults(with_own_code({"extra": ["wrong_code:f"], "extra_options": options}))))
+        faults(with_own_code({"extra": ["wrong_code:f"], "extra_options": options}))
 
 
 RESULTS = {
@@ -195,8 +195,8 @@ def test_a_hook_that_raises_ends_the_run_with_its_line(wrong):
 
 def test_two_metrics_of_one_name_are_refused(wrong):
     wrong("def mean_square(model, microbatches):\n    pass\n")
-    (fault,) = faults(with_own_code({"extra": [METRICS["extra"][0], "wrong_code:mean_square"]}))
-    assert fault == 'metrics.extra: two functions have the name "mean_square"; rename one'
+    with pytest.raises(UserError, match='two functions have the name "mean_square"; rename one'):
+        faults(with_own_code({"extra": [METRICS["extra"][0], "wrong_code:mean_square"]}))
 
 
 # ------------------------------------------------------------------------------------------------------ code of the run

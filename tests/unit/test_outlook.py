@@ -11,8 +11,8 @@ from titanlite.config.schema import Config
 from titanlite.loop.metrics import Clock
 from titanlite.plan import outlook
 from titanlite.plan.job import choice_of, job_of
-from titanlite.plan.outlook import Measured, Outlook, Predicted, entry, verdict
-from titanlite.plan.time import Choice, step
+from titanlite.plan.outlook import Measured, Outlook, Predicted, entry, peak_flops, verdict
+from titanlite.plan.time import Choice, devices, peak_flops_of, step
 
 PREDICTED = Predicted(seconds=1.0, memory=100.0, error=0.2)
 DATA, COMPILED, THROTTLED, PAUSED = "waits for data", "compiled again", "throttled to 40%", "such as saves"
@@ -49,6 +49,22 @@ def test_a_gpu_is_identified_by_the_full_name_of_its_driver(monkeypatch, name, f
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert entry(torch.device("cuda")) == found
     assert entry(CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"), [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L20", None)]
+)
+def test_peak_is_the_devices_own_or_none(monkeypatch, name, flops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), "bfloat16") == flops
+    assert peak_flops(torch.device("cuda"), "float32") is None
+    assert peak_flops(CPU, "bfloat16") is None
+
+
+def test_a_device_has_the_same_peak_for_the_plan_and_for_the_mfu():
+    assert all(
+        peak_flops_of(known.driver_name) == known.bf16_tflops * 1e12 for known in devices().values() if known.driver_name
+    )
 
 
 def config_of(**sections: object) -> Config:

@@ -3,13 +3,13 @@
 interfaces.py has the protocols: a map, whose sample i is a function of i, and a stream, which continues from a state.
 """
 
-import contextlib
 import functools
 import inspect
 import itertools
 import json
 import operator
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,9 +22,8 @@ from titanlite.data.order import MAX_POSITION
 from titanlite.data.samples import Piece
 from titanlite.data.sources import name_of, sections_of, sources_of
 from titanlite.data.tokenizer import digest
-from titanlite.ground.errors import UserError, is_users
-from titanlite.registry.family import location_of
-from titanlite.registry.own import function_of, is_part, place, with_options
+from titanlite.ground.errors import UserError
+from titanlite.registry.own import calling, function_of, is_part, place, with_options
 
 ENDLESS = MAX_POSITION  # samples of a map without __len__, and of a stream
 _MOST_TOKENS = 2**53 - 1  # that a checkpoint's numbers hold
@@ -146,16 +145,9 @@ class OwnSource:
         """An error that names key, part, file and line."""
         return UserError(f'{self.key} = "{self.cfg.path}": {what} ({place(self._constructor)})')
 
-    @contextlib.contextmanager
-    def failing(self, what: str) -> Iterator[None]:
-        """Around the user's code, which can raise anything: raises UserError with its place."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:
-            where = location_of(error)
-            raise self.fault(f"{what}{f' at {where}' if is_users(where) else ''}: {error!r}") from None
+    def failing(self, what: str) -> AbstractContextManager[None]:
+        """Around the user's code, which can raise anything: raises UserError that names key, part, file and line."""
+        return calling(f'{self.key} = "{self.cfg.path}": {what}', self._constructor)
 
 
 class OpenStream:

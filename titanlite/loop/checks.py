@@ -26,8 +26,9 @@ from titanlite.optim import balance, build, lr_schedule, state
 from titanlite.parallel import mesh, pipeline
 from titanlite.parallel.parallelize import STEPS
 from titanlite.registry import limits
-from titanlite.registry.check import Check, Subject, of_module
-from titanlite.registry.family import family_of, location_of
+from titanlite.registry.check import Check, Subject, found_by, of_module
+from titanlite.registry.family import family_of
+from titanlite.registry.own import calling
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
 
@@ -51,18 +52,13 @@ def _flops(subject: Subject) -> Iterable[str]:
     return ()
 
 
-def _misfits(subject: Subject) -> Iterator[str]:
+def _misfits(subject: Subject) -> Iterable[str]:
     """Overrides that are valid one by one, but do not fit together, such as 6 heads with 4 key-value heads."""
-    if not subject.config.model.overrides:
-        return
-    try:
-        run_forward(subject.family.on_meta(), batch=1, seq_len=16)
-    except Exception as error:  # the user's module can raise anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        yield (
-            f"model.overrides: these dimensions do not fit together: a forward pass of {subject.config.model.title} fails at "
-            f"{location_of(error)}: {reason}"
-        )
+    if subject.config.model.overrides:
+        fails = f"a forward pass of {subject.config.model.title} fails"
+        with calling(f"model.overrides: these dimensions do not fit together: {fails}"):
+            run_forward(subject.family.on_meta(), batch=1, seq_len=16)
+    return ()
 
 
 # In this order, each after those that it needs.
@@ -130,7 +126,7 @@ def check(
         if not passed.issuperset(each.needs):
             continue
         with _naming_slow_code(each.name):
-            found = [*each.faults(subject)]
+            found = list(found_by(each.faults, subject))
         here = [fault for fault in found if elsewhere and isinstance(fault, MachineFault)]
         left += here
         refused += [fault for fault in found if fault not in here]

@@ -23,11 +23,9 @@ from models.split import split_sequence
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.ground.errors import UserError
 from titanlite.parallel.mesh import DATA_DIMENSIONS, sum_over
 from titanlite.parallel.pipeline import Microbatch
 from titanlite.registry import own
-from titanlite.registry.family import location_of
 
 _PROBED = 3  # tokens for which a check calls a loss of the user's own
 
@@ -142,7 +140,6 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
             f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "
             "computes it; set it to 0"
         )
-    yield from _own_faults(config, model)
     for name in [field.name for field in fields(model.config)]:
         if isinstance(getattr(model.config, name), DynamicScaling):
             yield (
@@ -150,10 +147,11 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
                 "current text, so the loss of a document would depend on what is packed beside it; it is for generation and "
                 f'evaluation: to train, set model.overrides.{name} to "none" or to another rope_type, such as "yarn"'
             )
+    yield from _own_faults(config, model)
 
 
 def _own_faults(config: Config, model: Decoder) -> Iterator[str]:
-    """A loss of the user's own that cannot be called, or gives no differentiable loss of each token."""
+    """A loss of the user's own that gives no differentiable loss of each token. Raises UserError where it cannot be called."""
     cfg = config.training
     if ":" not in cfg.loss:
         return
@@ -161,23 +159,16 @@ def _own_faults(config: Config, model: Decoder) -> Iterator[str]:
     if not isinstance(model.head, Head):
         yield f"{key}: the head of {config.model.name} is not models.head.Head, which computes it"
         return
-    try:
-        loss = own.token_loss(config)
-    except UserError as error:
-        yield from str(error).splitlines()
-        return
+    loss = own.token_loss(config)
     assert loss is not None
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(_PROBED, model.head.vocab_size, generator=draw).requires_grad_()
     labels = torch.arange(_PROBED) % model.head.vocab_size
     place = own.place(own.function_of("training.loss", cfg.loss))
     of_teacher = {"teacher_logits": torch.randn(logits.shape, generator=draw)} if config.distillation.teacher else {}
-    try:
+    with own.calling(f"{key}: fails"):
         losses = loss(logits, labels, **of_teacher)
         fault = token_loss_fault(losses, labels)
-    except Exception as error:  # the user's function can raise anything
-        yield f"{key}: fails ({location_of(error)}): {error!r}"
-        return
     if not fault and not losses.isfinite().all():
         fault = f"returns {losses.tolist()} for logits of a normal distribution"
     if fault:

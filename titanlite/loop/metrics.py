@@ -23,41 +23,6 @@ from titanlite.ground.run_files import METRICS, ROUTING, read_reports
 
 log = logging.getLogger(__name__)
 
-# Dense bfloat16 FLOP/s by the driver's name of the device, first match. These are the commonly quoted
-# numbers. They were not compared with the vendors' data sheets; do so before you publish an MFU. Where a number is derived, the
-# comment has its source: half of a rate with sparsity, or one GPU's share of a system's rate.
-_PEAK_FLOPS = {
-    "GB300": 2.5e15,  # NVIDIA GB300 NVL72: 360 PFLOP/s with sparsity, 72 GPUs
-    "B300": 2.25e15,  # NVIDIA HGX B300: 36 PFLOP/s with sparsity, 8 GPUs
-    "GB200": 2.5e15,  # NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity, 72 GPUs
-    "B200": 2.25e15,  # NVIDIA HGX B200: 36 PFLOP/s with sparsity, 8 GPUs
-    "H200 NVL": 835e12,  # NVIDIA H200: 1,671 TFLOP/s with sparsity
-    "H200": 989e12,  # 1,979 with sparsity; also in GH200
-    "H20": 148e12,  # NVIDIA H20; after H200, whose name begins like this
-    "H100 NVL": 835e12,  # NVIDIA H100: 1,671 with sparsity
-    "H100 PCIe": 756e12,  # 1,513 with sparsity
-    "H100": 989e12,  # 1,979 with sparsity
-    "H800 PCIe": 756e12,  # NVIDIA H800: 1,513 with sparsity
-    "H800": 989e12,  # 1,979 with sparsity
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,  # 16-bit matmuls with float32 accumulation
-    "MI300X": 1307e12,
-}
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's dense FLOP/s in bfloat16, or None for an unknown device or another precision."""
-    if device.type != "cuda" or precision != "bfloat16":
-        return None
-    return peak_flops_of(torch.cuda.get_device_name(device))
-
-
-def peak_flops_of(name: str) -> float | None:
-    """The dense bfloat16 FLOP/s of a device by the driver's name, or None if it is unknown."""
-    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
-
 
 def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process: allocated on its GPU, or resident on a CPU."""
@@ -126,7 +91,7 @@ class Clock:
 def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: float | None, waited: float) -> dict[str, float]:
     """Tokens a second of the whole job since the clock's last restart, and derived values; MFU only with a `peak`.
 
-    step_tokens: of a global batch; devices: of the whole job; flops: a token's; peak: of `peak_flops`; waited: seconds of
+    step_tokens: of a global batch; devices: of the whole job; flops: a token's; peak: the device's FLOP/s; waited: seconds of
     training without data.
     """
     seconds = time.perf_counter() - clock.started - sum(clock.pauses.values())  # of training

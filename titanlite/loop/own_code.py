@@ -4,7 +4,7 @@ Every rank calls all of it at the same points, so it may use collectives.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
 from titanlite.loop.loss import to_microbatch
 from titanlite.optim.adam_bf16 import clear_remainders_of_zeros
-from titanlite.registry.family import import_named, location_of
-from titanlite.registry.own import place, with_options
+from titanlite.registry.family import import_named
+from titanlite.registry.own import calling, place, with_options
 from titanlite.transforms import float8
 
 EXTRA, HOOKS = "metrics.extra", "hooks.modules"
@@ -43,10 +43,8 @@ class Part(NamedTuple):
     function: Callable[..., Any]
 
     def __call__(self, *arguments: Any) -> Any:
-        try:
+        with calling(f"{self.source}: fails"):
             return self.function(*arguments)
-        except Exception as error:  # the user's function can raise anything
-            raise UserError(f"{self.source}: fails ({location_of(error)}): {error!r}") from error
 
     def numbers(self, *arguments: Any) -> dict[str, Pair]:
         """What it returns; each number is the pair (number, 1)."""
@@ -151,9 +149,7 @@ def _hooks_of(name: str) -> dict[str, Part]:
     return hooks
 
 
-def faults(config: Config) -> Iterator[str]:
-    """Metrics and hooks that do not follow titanlite/interfaces.py."""
-    try:
-        OwnCode(config)
-    except UserError as error:
-        yield from str(error).splitlines()
+def faults(config: Config) -> Iterable[str]:
+    """Raises UserError for metrics and hooks that do not follow titanlite/interfaces.py."""
+    OwnCode(config)
+    return ()

@@ -9,7 +9,6 @@ from titanlite.ground.errors import UserError
 from titanlite.interfaces import Decay
 from titanlite.launch import process
 from titanlite.registry import own
-from titanlite.registry.family import location_of
 
 _KEY = "lr_scheduler.decay_type"
 _PROBES = 100_000  # steps at which a check calls a function of the user's own, evenly spread: a fraction of a second
@@ -60,16 +59,12 @@ def _decay_of(cfg: LRScheduler) -> Decay:
     """
     if ":" not in cfg.decay_type:
         return _DECAYS[cfg.decay_type]
-    function, setting = (
-        own.with_options(_KEY, cfg.decay_type, ("step", "start", "end"), cfg.options),
-        f'{_KEY} = "{cfg.decay_type}"',
-    )
+    function = own.with_options(_KEY, cfg.decay_type, ("step", "start", "end"), cfg.options)
+    setting = f'{_KEY} = "{cfg.decay_type}"'
 
     def decay(step: int, start: int, end: int) -> float:
-        try:
+        with own.calling(f"{setting}: fails at step {step}"):
             share = function(step, start, end)
-        except Exception as error:  # the user's function can raise anything
-            raise UserError(f"{setting}: fails at step {step} ({location_of(error)}): {error!r}") from error
         if not isinstance(share, int | float) or not 0 <= share <= 1:
             where = own.place(own.function_of(_KEY, cfg.decay_type))
             raise UserError(f"{setting}: returns {share!r} at step {step}; must be a number from 0.0 to 1.0 ({where})")

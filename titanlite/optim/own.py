@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Optimizer
 from titanlite.ground.errors import UserError
 from titanlite.registry import own
-from titanlite.registry.family import location_of
 from titanlite.transforms.shards import local_part
 
 KEY = "optimizer.name"
@@ -116,15 +115,11 @@ def _title(cfg: Optimizer) -> str:
 
 
 def faults(groups: Groups, cfg: Optimizer) -> Iterator[str]:
-    """A class that cannot be built, whose step fails, or whose results a run would not keep. It takes three steps with small
-    tensors of as many dimensions as the model's parameters have, which may be on the meta device."""
-    try:
-        build = _constructor(cfg)
-    except UserError as error:
-        yield from str(error).splitlines()
-        return
+    """A class whose results a run would not keep. It takes three steps with small tensors of as many dimensions as the model's
+    parameters have, which may be on the meta device. Raises UserError where it cannot be built, or a step fails."""
+    build = _constructor(cfg)
     title, small = _title(cfg), [{**group, "params": _one_of_each_ndim(group["params"])} for group in groups]
-    try:
+    with own.calling(f"{title}: fails"):
         optimizer = build(small)
         for key in ("lr", "weight_decay"):
             found = [group[key] if key in optimizer.defaults else 0.0 for group in optimizer.param_groups]
@@ -133,8 +128,6 @@ def faults(groups: Groups, cfg: Optimizer) -> Iterator[str]:
                 yield f"{title}: has no {key} among its defaults, so optimizer.{key} would be ignored{remedy}"
                 return
         yield from (f"{title}: {fault}" for fault in _of_steps(optimizer))
-    except Exception as error:  # the user's class can raise anything
-        yield f"{title}: fails at {location_of(error)}: {error!r}"
 
 
 def _of_steps(optimizer: torch.optim.Optimizer) -> Iterator[str]:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titanlite.loop.memory import capacity
-from titanlite.loop.metrics import peak_flops_of
 from titanlite.plan.report import GIB
-from titanlite.plan.time import LINK, devices, shipped_as
+from titanlite.plan.time import LINK, devices, peak_flops_of, shipped_as
 
 _LONGEST = 2.0  # seconds of one operation's repetitions
 _SMALL = 4096  # bytes of a collective of which nearly all is latency

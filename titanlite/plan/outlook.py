@@ -15,7 +15,7 @@ from titanlite.launch.layout import number
 from titanlite.loop.metrics import Clock
 from titanlite.plan.job import MEMORY_ERROR, choice_of, errors_of, job_of
 from titanlite.plan.report import GIB
-from titanlite.plan.time import memory, shipped_as, step
+from titanlite.plan.time import memory, peak_flops_of, shipped_as, step
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,13 @@ def entry(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return shipped_as(torch.cuda.get_device_name(device))
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's dense FLOP/s in bfloat16, or None for an unknown device or another precision."""
+    if device.type != "cuda" or precision != "bfloat16":
+        return None
+    return peak_flops_of(torch.cuda.get_device_name(device))
 
 
 def clock_rate(device: torch.device) -> float | None:

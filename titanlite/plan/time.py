@@ -69,8 +69,15 @@ class Device(StrictModel):
 
 
 def devices() -> dict[str, Device]:
-    found: dict[str, Device] = validated(dict[str, Device], read_toml(_FILE), _FILE.name)
+    shipped = read_toml(_FILE)
+    del shipped["peaks"]
+    found: dict[str, Device] = validated(dict[str, Device], shipped, _FILE.name)
     return found
+
+
+def peak_flops_of(driver_name: str) -> float | None:
+    """The dense FLOP/s in bfloat16 of a GPU by the name that its driver gives, or None if it is unknown."""
+    return next((tflops * 1e12 for part, tflops in read_toml(_FILE)["peaks"].items() if part in driver_name), None)
 
 
 def shipped_as(driver_name: str) -> str | None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.registry.family import Family, location_of
+from titanlite.registry.family import Family
+from titanlite.registry.own import calling
 
 
 @dataclass
@@ -37,11 +38,15 @@ def of_module(part: Faults) -> Faults:
     """Wraps a check that runs the user's model code: an exception there becomes a fault."""
 
     def faults(subject: Subject) -> Iterator[str]:
-        try:
+        with calling(f"model.name = {subject.config.model.name!r}: its code failed"):
             yield from part(subject)
-        except UserError as error:  # several lines where patterns of lora.modules match nothing
-            yield from str(error).splitlines()
-        except Exception as error:  # the user's module can raise anything
-            yield f"model.name = {subject.config.model.name!r}: its code failed ({location_of(error)}): {error!r}"
 
     return faults
+
+
+def found_by(part: Callable[..., Iterable[str]], *arguments: Any) -> Iterator[str]:
+    """A part's faults. A UserError that it raises is one for each line, such as for each pattern that matches nothing."""
+    try:
+        yield from part(*arguments)
+    except UserError as error:
+        yield from str(error).splitlines()

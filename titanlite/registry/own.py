@@ -18,8 +18,8 @@ from models.head import distilled
 from titanlite.config import bounds
 from titanlite.config.read import SECTIONS, allowed, suggest
 from titanlite.config.schema import Config
-from titanlite.ground.errors import UserError
-from titanlite.registry.family import import_named
+from titanlite.ground.errors import UserError, is_users
+from titanlite.registry.family import import_named, location_of
 from titanlite.registry.source import ModelSource, source_of
 
 # The keys that can name a part, each with the key of its options.
@@ -108,37 +108,30 @@ def with_options(
     The signature decides which options exist, its annotations which values they take. Raises UserError that lists all faults.
     """
     part, table = function_of(key, name, classes), table or KEYS.get(key, key.replace(": path", ": options"))
-    faults = list(_option_faults(name, part, given, options, ours, table))
-    if not faults:
-        try:
-            inspect.signature(part).bind(*given, **options, **dict.fromkeys(ours))
-        except TypeError as error:
-            takes = ", ".join([*given, *ours])
-            faults.append(f'{key} = "{name}": must take {takes}, then its options by keyword: {error} ({place(part)})')
-    if faults:
+    if faults := list(_option_faults(name, part, given, options, ours, table)):
         raise UserError("\n".join(faults))
+    try:
+        inspect.signature(part).bind(*given, **options, **dict.fromkeys(ours))
+    except TypeError as error:  # also for an option that is missing
+        takes = ", ".join([*given, *ours])
+        raise UserError(f'{key} = "{name}": must take {takes}, then {table} by keyword: {error} ({place(part)})') from None
     return functools.partial(part, **options)
 
 
 def _option_faults(
     name: str, part: Callable[..., Any], given: Sequence[str], options: dict[str, Any], ours: Collection[str], table: str
 ) -> Iterator[str]:
-    """A fault for each option that is unknown, missing, or has a value that its annotation does not allow."""
+    """A fault for each option that is unknown, or has a value that its annotation does not allow."""
     section, parameters = table.partition(".")[0], inspect.signature(part).parameters
-    passed = {*ours, *[each for each, parameter in parameters.items() if parameter.kind in _BY_POSITION][: len(given)]}
-    own = {each: parameter for each, parameter in parameters.items() if parameter.kind in _BY_KEYWORD and each not in passed}
+    own = [each for each in [*parameters][len(given) :] if each not in ours]
     hints, any_name = _hints(part), any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     for option, value in options.items():
         if option in ours and option in SECTIONS[section].model_fields:
             yield f"{table}.{option}: set {section}.{option} instead"
         elif option not in own and not any_name:
-            known = suggest(option, list(own), f"{table}.") if own else "; it has none"
-            yield f"{table}.{option}: {name} has no such option{known}"
+            yield f"{table}.{option}: {name} has no such option{suggest(option, own, f'{table}.') if own else '; it has none'}"
         elif option in hints and (wanted := _unlike(hints[option], value)):
             yield f"{table}.{option} = {value!r}: must be {wanted}"
-    for each, parameter in own.items():
-        if parameter.default is parameter.empty and each not in options:
-            yield f"{table}: has no {each}, which {name} needs"
 
 
 def _unlike(hint: Any, value: Any) -> str:
@@ -178,8 +171,19 @@ def place(part: Callable[..., Any]) -> str:
     return repr(part)
 
 
-_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+@contextlib.contextmanager
+def calling(what: str, part: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Around the user's code, which can raise anything: raises UserError that begins with `what` and names file and line.
+
+    part: named where the error is in no line of the user's own code.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        where = location_of(error)
+        raise UserError(f"{what} ({where if part is None or is_users(where) else place(part)}): {error!r}") from error
 
 
 def _module(key: str, name: str) -> Any:
