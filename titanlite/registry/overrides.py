@@ -17,8 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from models.rope import SCALINGS
-from titanlite.config.read import allowed, suggest
-from titanlite.ground.errors import UserError
+from titanlite.config.read import suggest
+from titanlite.ground.errors import UserError, allowed
 
 
 def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], family: str) -> Any:

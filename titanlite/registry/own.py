@@ -16,9 +16,9 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from models.head import distilled
 from titanlite.config import bounds
-from titanlite.config.read import SECTIONS, allowed, suggest
+from titanlite.config.read import SECTIONS, suggest
 from titanlite.config.schema import Config
-from titanlite.ground.errors import UserError
+from titanlite.ground.errors import UserError, allowed
 from titanlite.registry.family import import_named
 from titanlite.registry.source import ModelSource, source_of
 
