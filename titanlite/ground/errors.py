@@ -63,7 +63,7 @@ def allowed(errors: list[Any]) -> str:
     words = [word for error in errors for word in re.findall("'([^']+)'", error.get("ctx", {}).get("expected", ""))]
     close = difflib.get_close_matches(str(errors[0]["input"]).lower(), lower := [word.lower() for word in words], n=1)
     hint = f"; did you mean '{words[lower.index(close[0])]}'?" if close else ""
-    texts = [error["msg"].replace("Input should be ", "") for error in errors]
+    texts = dict.fromkeys(error["msg"].replace("Input should be ", "") for error in errors)
     return " or ".join("a table" if text.startswith("a valid dictionary") else text for text in texts) + hint
 
 

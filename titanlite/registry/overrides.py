@@ -6,7 +6,6 @@ has no null, so "none" stands for None in a field that can be None.
 
 import inspect
 import json
-import math
 import types
 import typing
 from collections.abc import Sequence
@@ -26,82 +25,60 @@ def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], fam
 
     Raises UserError that lists all faults, one a line.
     """
-    if not overrides:
-        return base
-    faults: list[str] = []
-    config = _changed(type(base), base, overrides, flavors, "model.overrides", family, faults)
-    if faults:
-        raise UserError("\n".join(faults))
-    return config
+    return _changed(type(base), base, overrides, flavors, "model.overrides", family) if overrides else base
 
 
-def _changed(
-    kind: Any, base: Any, table: dict[str, Any], flavors: Sequence[Any], key: str, owner: str, faults: list[str]
-) -> Any:
-    """A `kind` with the values of `table`, the others from `base`, if that is not None. Adds to `faults`."""
-    hints, parameters, before = typing.get_type_hints(kind), inspect.signature(kind).parameters, len(faults)
-    values = {} if base is None else {name: getattr(base, name) for name in parameters}
+def _changed(kind: Any, base: Any, table: dict[str, Any], flavors: Sequence[Any], key: str, owner: str) -> Any:
+    """A `kind` with the values of `table`, the others from `base`, if that is not None. Raises UserError with all faults."""
+    hints, names, faults = typing.get_type_hints(kind), list(inspect.signature(kind).parameters), []
+    values = {} if base is None else {name: getattr(base, name) for name in names}
     for name, value in table.items():
-        inside = f"{key}.{name}"
-        if name not in parameters:
-            hint = suggest(name, list(parameters), f"{key}.")
-            faults.append(f"{inside} = {json.dumps(value)}: {owner} has no such dimension{hint}")
+        if name not in names:
+            hint = suggest(name, names, f"{key}.")
+            faults.append(f"{key}.{name} = {json.dumps(value)}: {owner} has no such dimension{hint}")
             continue
         known = [getattr(flavor, name) for flavor in flavors if isinstance(flavor, kind)]
-        structures = [each for each in _alternatives(hints[name]) if _is_structure(each)]
-        if len(structures) > 1 and str(value).lower() != "none":
-            values[name] = _chosen(structures, values.get(name), value, known, inside, faults)
-        elif structures and isinstance(value, dict):
-            [structure] = structures
-            values[name] = _changed(structure, values.get(name), value, known, inside, structure.__name__, faults)
-        else:
-            values[name] = _validated(hints[name], value, known, inside, faults)
-    if missing := [name for name, each in parameters.items() if name not in values and each.default is each.empty]:
-        faults.append(f"{key}: has no {', '.join(missing)}; the flavor has no {owner} to take them from")
-    if len(faults) > before:
-        return None
+        try:
+            values[name] = _value(hints[name], values.get(name), value, known, f"{key}.{name}")
+        except UserError as error:
+            faults.append(str(error))
+    if faults:
+        raise UserError("\n".join(faults))
     try:
         return kind(**values)
-    except (ValueError, TypeError, AssertionError) as error:  # of the family's __post_init__
-        faults.append(f"{key}: {owner} refuses these dimensions: {error!r}")
+    except (ValueError, TypeError, AssertionError) as error:  # a value is missing, or the family's __post_init__ refuses one
+        raise UserError(f"{key}: {owner} refuses these dimensions: {error!r}") from None
+
+
+def _value(hint: Any, base: Any, value: Any, known: list[Any], key: str) -> Any:
+    """A value in the type of its field. base: that of the flavor; known: those of all flavors."""
+    shown, alternatives = f"{key} = {json.dumps(value)}: ", _alternatives(hint)
+    if type(None) in alternatives and str(value).lower() == "none":
         return None
-
-
-def _chosen(structures: Sequence[Any], base: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
-    """One of several structures: that of the table's rope_type, or of `base`, with the other values of the table."""
-    kinds = {name: kind for name, kind in SCALINGS.items() if kind in structures}
-    table = dict(value) if isinstance(value, dict) else {"rope_type": value}
-    named = table.pop("rope_type", next((name for name, kind in kinds.items() if isinstance(base, kind)), None))
-    if not isinstance(named, str) or named not in kinds:
-        faults.append(f'{key} = {json.dumps(value)}: must be "none", or a table whose rope_type is one of {", ".join(kinds)}')
-        return None
-    kind = kinds[named]
-    return _changed(kind, base if isinstance(base, kind) else None, table, known, key, kind.__name__, faults)
-
-
-def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
-    """The value in the type of its field. known: the values of the family's flavors."""
-    shown = f"{key} = {json.dumps(value)}"
-    if type(None) in _alternatives(hint) and isinstance(value, str) and value.lower() == "none":
-        return None
+    structures = [each for each in alternatives if _is_structure(each)]
+    if len(structures) > 1:
+        value = dict(value) if isinstance(value, dict) else {"rope_type": value}
+        kind = SCALINGS.get(str(value.pop("rope_type"))) if "rope_type" in value else type(base)
+        if kind not in structures:
+            raise UserError(f'{shown}must be "none", or a table whose rope_type is one of {", ".join(SCALINGS)}')
+        structures = [kind]
+    if structures and isinstance(value, dict):
+        [kind] = structures
+        return _changed(kind, base if isinstance(base, kind) else None, value, known, key, kind.__name__)
     try:
         # Read as JSON, which like TOML has lists where a field may have a tuple.
         found = TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except PydanticSchemaGenerationError:
-        faults.append(f"{shown}: TOML has no values of type {hint}; add a flavor to the family's file instead")
-        return None
+        raise UserError(f"{shown}TOML has no values of type {hint}; add a flavor to the family's file instead") from None
     except ValidationError as error:
-        faults.append(f"{shown}: must be {allowed(list(error.errors()))}")
-        return None
-    if _is_number(found):
+        raise UserError(f"{shown}must be {allowed(error.errors())}") from None
+    if _is_number(found) and found not in known:
         # A flavor that has 0 or -1 shows that the family gives it a meaning.
         least = min(filter(_is_number, known), default=1)
-        if not math.isfinite(found) and found not in known:
-            faults.append(f"{shown}: must be a finite number")
-        elif isinstance(found, float) and found and not 1e-30 <= abs(found) <= 1e30 and found not in known:
-            faults.append(f"{shown}: must be a number that float32 can be multiplied with, from 1e-30 to 1e30")
-        elif found <= 0 and found < least:
-            faults.append(f"{shown}: must be " + ("greater than 0" if least > 0 else f"at least {least}"))
+        if isinstance(found, float) and found and not 1e-30 <= abs(found) <= 1e30:
+            raise UserError(f"{shown}must be a number that float32 can be multiplied with, from 1e-30 to 1e30")
+        if found <= 0 and found < least:
+            raise UserError(shown + "must be " + ("greater than 0" if least > 0 else f"at least {least}"))
     return found
 
 
