@@ -163,7 +163,7 @@ def test_entries_are_read_from_a_file_and_from_the_command_line(tmp_path):
     config = read_config(None, ['--optimizer.groups=[{ pattern = "*norm*", lr = 0.5 }]'])
     assert group_of("head.norm.weight", config.optimizer.groups).lr == 0.5
     (tmp_path / "run.toml").write_text('[[optimizer.groups]]\npattern = "head.*"\nfreeze = true\n')
-    with pytest.raises(UserError, match=r"optimizer.groups, entry 1: freeze = true: no such key; did you mean frozen"):
+    with pytest.raises(UserError, match=r"entry 1: freeze = true .run.toml.: .* did you mean frozen"):
         read_config(tmp_path / "run.toml", [])
 
 

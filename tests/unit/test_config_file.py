@@ -98,7 +98,7 @@ def test_a_missing_base_is_named_with_the_file_that_names_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("base = 3\n", "base = 3: must be the name of a TOML file"), ("training = 3\n", "training = 3: must be a table")],
+    [("base = 3\n", "base = 3: must be the name of a TOML file"), ("training = 3\n", "training = 3 (run.toml)")],
 )
 def test_a_file_of_the_wrong_form_is_refused(tmp_path, text, expected):
     assert expected in refusal(write(tmp_path, text))
@@ -116,7 +116,7 @@ def test_all_faults_are_reported_together_each_with_its_origin(tmp_path):
     assert sorted(lines[1:-1]) == sorted(
         [
             '  training.gc_frequency = "3" (option): no such key; did you mean training.gc_freq?',
-            "  [trainer]: no such section; did you mean training?",
+            '  trainer = {"x": 1} (run.toml): no such section; did you mean training?',
             "  optimizer.beta1 = 1.0 (option): must be less than 1",
             "  optimizer.lr = 0 (run.toml): must be greater than 0",
             '  training.seq_len = "long" (base.toml): must be a valid integer',
@@ -132,7 +132,7 @@ def test_all_faults_are_reported_together_each_with_its_origin(tmp_path):
     [
         ("[optimizer]\nlearning_rate = 1\n", "no such key; there are: name, lr, beta1"),
         ("[training]\nlr = 1\n", "training.lr = 1 (run.toml): no such key; did you mean optimizer.lr?"),
-        ("steps = 5\n", "steps = 5 (run.toml): is in no section; did you mean training.steps or validation.steps?"),
+        ("steps = 5\n", "steps = 5 (run.toml): no such section; did you mean training.steps or validation.steps?"),
     ],
 )
 def test_an_unknown_key_gets_a_suggestion(tmp_path, text, expected):

@@ -73,9 +73,10 @@ def test_a_nested_table_changes_what_it_names_and_none_removes_it(flavor, value,
     [
         ({"dimm": 512}, "model.overrides.dimm = 512: tests.tiny has no such dimension; did you mean model.overrides.dim?"),
         ({"dim": 0}, "model.overrides.dim = 0: must be greater than 0"),
-        ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a finite number"),
+        ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a number"),
         ({"rope_scaling": {"rope_type": "ntk"}}, 'rope_scaling = {"rope_type": "ntk"}: must be "none", or a table whose'),
         ({"rope_scaling": {"rope_type": "linear", "factr": 8}}, "factr = 8: LinearScaling has no such dimension; did you mean"),
+        ({"rope_scaling": {"factor": 8}}, 'rope_scaling = {"factor": 8}: must be "none", or a table whose rope_type is one of'),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling: lacks low_freq_factor, high_freq_factor,"),
     ],
 )

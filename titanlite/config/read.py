@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from titanlite.config.effects import OPTION, ConfigLayer, Hardware
 from titanlite.config.schema import Config
 from titanlite.config.tables import Section
-from titanlite.ground.errors import HelpRequested, UserError, listed, phase
+from titanlite.ground.errors import HelpRequested, UserError, listed, phase, sentence
 from titanlite.ground.untrusted import Absent, parse_toml, read_toml, validated
 
 SECTIONS: dict[str, type[Section]] = {name: type(field.default) for name, field in Config.model_fields.items()}
@@ -251,62 +251,30 @@ def _describe(error: ValidationError, origins: dict[str, ConfigLayer]) -> list[s
         path = entry["loc"]
         in_entry = len(path) > 2 and entry_schema(KEYS.get(f"{path[0]}.{path[1]}"))
         by_path.setdefault(path[: 4 if in_entry else 2], []).append(entry)
-    return [
-        _entry_sentence(*path, errors=errors) if len(path) > 2 else _sentence(*path, origins=origins, errors=errors)
-        for path, errors in by_path.items()
-    ]
+    return [_sentence(path, errors, origins) for path, errors in by_path.items()]
 
 
-def _sentence(section: str, name: str = "", *, origins: dict[str, ConfigLayer], errors: list[Any]) -> str:
-    """One line for the errors in one key: its origin, what is wrong, what is allowed."""
-    kind, value = errors[0]["type"], errors[0]["input"]
-    key = f"{section}.{name}" if name else section
-    if kind == "extra_forbidden":
-        return _unknown_key(section, name, value, origins.get(key))
-    if kind == "model_type":
-        return f"{section} = {value!r}: must be a table; write [{section}] with its keys below"
-    return f"{_setting(key, value, origins.get(key))}: must be {allowed(errors)}"
+def _sentence(path: tuple[Any, ...], errors: list[Any], origins: dict[str, ConfigLayer]) -> str:
+    """One line for the errors in a key, or in an entry of a list of tables, such as [[training.sources]]."""
+    key = ".".join(path[:2])
+    where, name = (f"{key}, entry {path[2] + 1}: ", "".join(path[3:])) if len(path) > 2 else ("", key)
+    return where + sentence(errors, name, origins[key].name if key in origins else "", _unknown(path))
 
 
-def _entry_sentence(section: str, name: str, number: int, key: str = "", *, errors: list[Any]) -> str:
-    """One line for the errors in an entry of a list of tables, such as [[training.sources]]."""
-    kind, value, path = errors[0]["type"], errors[0]["input"], f"{section}.{name}, entry {number + 1}"
-    if not key:
-        return f"{path} = {json.dumps(value, default=str)}: must be a table; write [[{section}.{name}]] with its keys below"
-    if kind == "extra_forbidden":
-        schema = get_args(KEYS[f"{section}.{name}"])[0]
-        return f"{path}: {_setting(key, value, None)}: no such key{suggest(key, list(schema.model_fields))}"
-    if kind == "missing":
-        return f"{path}: has no {key}"
-    return f"{path}: {_setting(key, value, None)}: must be {allowed(errors)}"
-
-
-def allowed(errors: list[Any]) -> str:
-    """What may stand in place of a value, by pydantic's errors in it."""
-    words = [word for error in errors for word in re.findall("'([^']+)'", error.get("ctx", {}).get("expected", ""))]
-    close = difflib.get_close_matches(str(errors[0]["input"]).lower(), lower := [word.lower() for word in words], n=1)
-    hint = f"; did you mean '{words[lower.index(close[0])]}'?" if close else ""
-    return " or ".join(error["msg"].replace("Input should be ", "") for error in errors) + hint
-
-
-def _setting(key: str, value: Any, origin: ConfigLayer | None) -> str:
-    return f"{key} = {json.dumps(value, default=str)}" + (f" ({origin.name})" if origin else "")
-
-
-def _unknown_key(section: str, name: str, value: Any, origin: ConfigLayer | None) -> str:
-    """A sentence for what the schema does not have: a key, or without a name a section or a key outside all sections."""
-    key = f"{section}.{name}" if name else section
-    is_section = not name and isinstance(value, dict)
-    what = f"[{section}]" if is_section else _setting(key, value, origin)
-    if instead := INSTEAD.get(key):
-        return f"{what}: not a key of titanlite: {instead}"
-    if is_section:
-        return f"{what}: no such section{suggest(section, list(SECTIONS))}"
-    same_name = [known for known in KEYS if known.partition(".")[2] == (name or section)]
-    hint = f"; did you mean {' or '.join(same_name)}?" if same_name else ""
-    if not name:
-        return f"{what}: is in no section{hint or suggest(section, list(SECTIONS))}"
-    return f"{what}: no such key{hint or suggest(name, list(SECTIONS[section].model_fields), f'{section}.')}"
+def _unknown(path: tuple[Any, ...]) -> str:
+    """What is said of a key that the schema does not have, with what was probably meant."""
+    key, name = ".".join(map(str, path)), str(path[-1])
+    if len(path) > 2:
+        return f"no such key{suggest(name, list(get_args(KEYS[f'{path[0]}.{path[1]}'])[0].model_fields))}"
+    if key in INSTEAD:
+        return f"not a key of titanlite: {INSTEAD[key]}"
+    if same_name := [each for each in KEYS if each.partition(".")[2] == name]:
+        hint = f"; did you mean {' or '.join(same_name)}?"
+    elif len(path) == 2:
+        hint = suggest(name, list(SECTIONS[path[0]].model_fields), f"{path[0]}.")
+    else:
+        hint = suggest(name, list(SECTIONS))
+    return f"no such {'key' if len(path) == 2 else 'section'}{hint}"
 
 
 def suggest(word: str, known: list[str], prefix: str = "") -> str:

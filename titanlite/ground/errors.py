@@ -1,7 +1,10 @@
 """UserError, for faults that the user can correct; and notes of the current position, for the report of any other exception."""
 
 import contextlib
+import difflib
+import json
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -32,6 +35,36 @@ class MachineFault(str):
 def listed(title: str, faults: Iterable[object], remedy: str = "") -> str:
     """The text of a UserError with a line for each fault."""
     return "\n".join([title, *(f"  {fault}" for fault in faults), *([remedy] if remedy else [])])
+
+
+# -------------------------------------------------------------------------------------- what pydantic has found wrong
+
+_SHOWN = 80  # characters of a value in a message
+
+
+def sentence(errors: list[Any], key: str, origin: str = "", unknown: str = "no such key") -> str:
+    """One sentence for pydantic's errors in one value: its key, the value, what is allowed, what was probably meant.
+
+    key: "" for the whole of a file. origin: the file or option that has set it. unknown: what is said of a key that the model
+    does not have.
+    """
+    kind, value = errors[0]["type"], json.dumps(errors[0]["input"], default=str)
+    if kind == "missing":
+        return f"has no {key}"
+    if kind == "value_error":  # of a validator, whose text names the value
+        return f"{key}: {errors[0]['ctx']['error']}" if key else str(errors[0]["ctx"]["error"])
+    shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+    wrong = unknown if kind == "extra_forbidden" else f"must be {allowed(errors)}"
+    return f"{key or 'its content'} = {shown}{origin and f' ({origin})'}: {wrong}"
+
+
+def allowed(errors: list[Any]) -> str:
+    """What may stand in place of a value, by pydantic's errors in it."""
+    words = [word for error in errors for word in re.findall("'([^']+)'", error.get("ctx", {}).get("expected", ""))]
+    close = difflib.get_close_matches(str(errors[0]["input"]).lower(), lower := [word.lower() for word in words], n=1)
+    hint = f"; did you mean '{words[lower.index(close[0])]}'?" if close else ""
+    texts = dict.fromkeys(error["msg"].replace("Input should be ", "") for error in errors)
+    return " or ".join("a table" if text.startswith("a valid dictionary") else text for text in texts) + hint
 
 
 # --------------------------------------------------------------------------------------------------- notes for a report

@@ -23,7 +23,7 @@ from typing import Annotated, Any, BinaryIO
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from titanlite.ground import errors
-from titanlite.ground.errors import UserError
+from titanlite.ground.errors import UserError, sentence
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,7 +37,6 @@ _TOO_DEEP, _TOO_LONG = f"more than {_DEPTH} lists and tables within each other",
 _TOML = MIB // 4  # a recipe has 2 KiB; the parser needs seconds for a hostile file of this size
 _LINE = 16 * MIB  # a line of .jsonl has a few hundred bytes
 _NAMED = 3  # faults of a file
-_SHOWN = 80  # characters of a value in a message
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
@@ -251,18 +250,5 @@ def validated(model: Any, values: Any, location: str) -> Any:
     try:
         return TypeAdapter(model).validate_python(values)
     except ValidationError as error:
-        raise UserError("\n".join(f"{location}: {_sentence(entry)}" for entry in error.errors()[:_NAMED])) from None
-
-
-def _sentence(error: Any) -> str:
-    *above, name = [str(part) for part in error["loc"]] or [""]
-    location, value = ".".join([*above, name]), json.dumps(error["input"], default=repr)
-    shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-    if error["type"] == "missing":
-        return f"has no {location}"
-    if error["type"] == "value_error":  # of a validator, whose text names the value
-        return f"{location}: {error['ctx']['error']}" if location else str(error["ctx"]["error"])
-    if error["type"] == "extra_forbidden":
-        return f"{location} = {shown}: there is no such entry"
-    allowed = "a table" if error["type"] in ("model_type", "dict_type") else error["msg"].replace("Input should be ", "")
-    return f"{location or 'its content'} = {shown}: must be {allowed}"
+        faults = [sentence([entry], ".".join(map(str, entry["loc"]))) for entry in error.errors()[:_NAMED]]
+        raise UserError("\n".join(f"{location}: {fault}" for fault in faults)) from None

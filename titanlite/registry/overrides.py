@@ -6,7 +6,6 @@ no null, so "none" means None in a field that can be None.
 
 import inspect
 import json
-import math
 import types
 import typing
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from models.rope import SCALINGS
-from titanlite.config.read import allowed, suggest
-from titanlite.ground.errors import UserError
+from titanlite.config.read import suggest
+from titanlite.ground.errors import UserError, allowed
 
 
 def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], family: str) -> Any:
@@ -26,82 +25,64 @@ def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], fam
 
     Raises UserError that lists all faults, one per line.
     """
-    if not overrides:
-        return base
-    faults: list[str] = []
-    config = _changed(type(base), base, overrides, flavors, "model.overrides", family, faults)
-    if faults:
-        raise UserError("\n".join(faults))
-    return config
+    return _changed(type(base), base, overrides, flavors, "model.overrides", family) if overrides else base
 
 
-def _changed(
-    kind: Any, base: Any, table: dict[str, Any], flavors: Sequence[Any], key: str, owner: str, faults: list[str]
-) -> Any:
-    """A `kind` with the values of `table`, and the others from `base` unless it is None. Appends to `faults`."""
-    hints, parameters, before = typing.get_type_hints(kind), inspect.signature(kind).parameters, len(faults)
-    values = {} if base is None else {name: getattr(base, name) for name in parameters}
+def _changed(kind: Any, base: Any, table: dict[str, Any], flavors: Sequence[Any], key: str, owner: str) -> Any:
+    """A `kind` with the values of `table`, the others from `base`, if that is not None. Raises UserError with all faults."""
+    hints, parameters, faults = typing.get_type_hints(kind), inspect.signature(kind).parameters, []
+    names = list(parameters)
+    values = {} if base is None else {name: getattr(base, name) for name in names}
     for name, value in table.items():
-        inside = f"{key}.{name}"
-        if name not in parameters:
-            hint = suggest(name, list(parameters), f"{key}.")
-            faults.append(f"{inside} = {json.dumps(value)}: {owner} has no such dimension{hint}")
+        if name not in names:
+            hint = suggest(name, names, f"{key}.")
+            faults.append(f"{key}.{name} = {json.dumps(value)}: {owner} has no such dimension{hint}")
             continue
         known = [getattr(flavor, name) for flavor in flavors if isinstance(flavor, kind)]
-        structures = [each for each in _alternatives(hints[name]) if _is_structure(each)]
-        if len(structures) > 1 and str(value).lower() != "none":
-            values[name] = _chosen(structures, values.get(name), value, known, inside, faults)
-        elif structures and isinstance(value, dict):
-            [structure] = structures
-            values[name] = _changed(structure, values.get(name), value, known, inside, structure.__name__, faults)
-        else:
-            values[name] = _validated(hints[name], value, known, inside, faults)
-    if missing := [name for name, each in parameters.items() if name not in values and each.default is each.empty]:
+        try:
+            values[name] = _value(hints[name], values.get(name), value, known, f"{key}.{name}")
+        except UserError as error:
+            faults.append(str(error))
+    required = [name for name, each in parameters.items() if each.default is each.empty]
+    if missing := [name for name in required if name not in {**values, **table}]:
         faults.append(f"{key}: lacks {', '.join(missing)}, and the flavor has no {owner} to take them from")
-    if len(faults) > before:
-        return None
+    if faults:
+        raise UserError("\n".join(faults))
     try:
         return kind(**values)
     except (ValueError, TypeError, AssertionError) as error:  # raised by the family's __post_init__
-        faults.append(f"{key}: {owner} refuses these dimensions: {error!r}")
+        raise UserError(f"{key}: {owner} refuses these dimensions: {error!r}") from None
+
+
+def _value(hint: Any, base: Any, value: Any, known: list[Any], key: str) -> Any:
+    """A value in the type of its field. base: that of the flavor; known: those of all flavors."""
+    shown, alternatives = f"{key} = {json.dumps(value)}: ", _alternatives(hint)
+    if type(None) in alternatives and str(value).lower() == "none":
         return None
-
-
-def _chosen(structures: Sequence[Any], base: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
-    """One of several structures: that of the table's rope_type, or else the type of `base`, with the table's other values."""
-    kinds = {name: kind for name, kind in SCALINGS.items() if kind in structures}
-    table = dict(value) if isinstance(value, dict) else {"rope_type": value}
-    named = table.pop("rope_type", next((name for name, kind in kinds.items() if isinstance(base, kind)), None))
-    if not isinstance(named, str) or named not in kinds:
-        faults.append(f'{key} = {json.dumps(value)}: must be "none", or a table whose rope_type is one of {", ".join(kinds)}')
-        return None
-    kind = kinds[named]
-    return _changed(kind, base if isinstance(base, kind) else None, table, known, key, kind.__name__, faults)
-
-
-def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
-    """The value, converted to the type of its field. known: the values in the family's flavors."""
-    shown = f"{key} = {json.dumps(value)}"
-    if type(None) in _alternatives(hint) and isinstance(value, str) and value.lower() == "none":
-        return None
+    structures = [each for each in alternatives if _is_structure(each)]
+    if len(structures) > 1:
+        value = dict(value) if isinstance(value, dict) else {"rope_type": value}
+        kind = SCALINGS.get(str(value.pop("rope_type"))) if "rope_type" in value else type(base)
+        if kind not in structures:
+            raise UserError(f'{shown}must be "none", or a table whose rope_type is one of {", ".join(SCALINGS)}')
+        structures = [kind]
+    if structures and isinstance(value, dict):
+        [kind] = structures
+        return _changed(kind, base if isinstance(base, kind) else None, value, known, key, kind.__name__)
     try:
         # Validated as JSON, where a list may fill a field that is a tuple.
         found = TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except PydanticSchemaGenerationError:
-        faults.append(f"{shown}: TOML has no values of type {hint}; add a flavor to the family's file instead")
-        return None
+        raise UserError(f"{shown}TOML has no values of type {hint}; add a flavor to the family's file instead") from None
     except ValidationError as error:
-        faults.append(f"{shown}: must be {allowed(list(error.errors()))}")
-        return None
-    if _is_number(found):
+        raise UserError(f"{shown}must be {allowed(error.errors())}") from None
+    if _is_number(found) and found not in known:
         # A flavor that has 0 or -1 shows that the family gives it a meaning.
         least = min(filter(_is_number, known), default=1)
-        if not math.isfinite(found) and found not in known:
-            faults.append(f"{shown}: must be a finite number")
-        elif isinstance(found, float) and found and not 1e-30 <= abs(found) <= 1e30 and found not in known:
-            faults.append(f"{shown}: must be between 1e-30 and 1e30 in magnitude, the range for float32 products")
-        elif found <= 0 and found < least:
-            faults.append(f"{shown}: must be " + ("greater than 0" if least > 0 else f"at least {least}"))
+        if isinstance(found, float) and found and not 1e-30 <= abs(found) <= 1e30:
+            raise UserError(f"{shown}must be a number that float32 can be multiplied with, from 1e-30 to 1e30")
+        if found <= 0 and found < least:
+            raise UserError(shown + "must be " + ("greater than 0" if least > 0 else f"at least {least}"))
     return found
 
 

@@ -16,9 +16,9 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from models.head import distilled
 from titanlite.config import bounds
-from titanlite.config.read import SECTIONS, allowed, suggest
+from titanlite.config.read import SECTIONS, suggest
 from titanlite.config.schema import Config
-from titanlite.ground.errors import UserError, is_users
+from titanlite.ground.errors import UserError, allowed, is_users
 from titanlite.registry.family import import_named, location_of
 from titanlite.registry.source import ModelSource, source_of
 

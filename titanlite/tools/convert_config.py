@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 import models
 from titanlite.config.effects import Hardware
-from titanlite.config.read import KEYS, SECTIONS, allowed, suggest, toml_key, toml_value
+from titanlite.config.read import KEYS, SECTIONS, suggest, toml_key, toml_value
 from titanlite.config.schema import Config
+from titanlite.ground.errors import allowed
 from titanlite.ground.files import publish
 from titanlite.ground.untrusted import read_toml
 from titanlite.hf.output import reporting, start_output
