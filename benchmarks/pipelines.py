@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     words = parser.parse_args()
     print(
-        f"llama3 debug, {4 * words.ranks} layers, {words.ranks} ranks, {words.microbatches} microbatches, idle share of a step"
+        f"llama3 debug, {4 * words.ranks} layers, {words.ranks} ranks, {words.microbatches} microbatches, bubble of a step"
     )
     print("| schedule | predicted | sleeping | computing | predicted again |\n| --- | --- | --- | --- | --- |")
     for schedule in STAGES_OF_A_RANK:

@@ -1,4 +1,4 @@
-"""Fixtures of several files of unit tests."""
+"""Fixtures of several unit test files."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from titanlite.data.prepare.cache import train_tokenizer
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Inputs of a few hundred bytes are split as large ones are."""
+    """Splits inputs of a few hundred bytes like large ones."""
     monkeypatch.setattr(documents, "_SMALLEST", 1)
 
 
@@ -29,13 +29,13 @@ def assets(tmp_path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The user's cache is an empty one."""
+    """Replaces the user's cache by an empty one."""
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def hub_cache(tmp_path_factory, monkeypatch):
-    """The package leaves locks in the user's cache."""
+    """The datasets package leaves locks in the user's cache."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -48,13 +48,15 @@ def _group() -> Iterator[None]:
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
-    """A process group of this process alone, until the test ends: another one of its file may predict, which takes none."""
+    """A process group of this process only, until the test ends: another test of its file may predict, which must not have
+    one.
+    """
     with _group():
         yield
 
 
 @pytest.fixture(scope="module")
 def group_of_file() -> Iterator[None]:
-    """The same for a file of which every test has it."""
+    """The same for a file whose tests all need it."""
     with _group():
         yield

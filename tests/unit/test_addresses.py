@@ -1,4 +1,4 @@
-"""Where ranks meet and gloo listens: what cannot be reached is refused before anything waits for it."""
+"""Rendezvous addresses and gloo's interfaces: unreachable ones are refused before anything waits for them."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from titanlite.launch import addresses, layout, process
 
 @pytest.fixture
 def resolver(monkeypatch):
-    """Pretends that the hostname has these addresses, of which this node has all but those of 203.0.113.0/24."""
+    """Makes the hostname resolve to these addresses; this node has all of them except those in 203.0.113.0/24."""
 
     def pretend(*known: str) -> None:
         def look_up(name: str, *_, **__) -> list[tuple]:
@@ -59,7 +59,7 @@ def test_only_runs_on_several_nodes_are_refused_and_before_the_process_group(res
 
     resolver("127.0.1.1")
     monkeypatch.setattr(addresses, "join", joined)
-    monkeypatch.setattr(addresses, "gloo_fault", str)  # it needs the true resolver
+    monkeypatch.setattr(addresses, "gloo_fault", str)  # it needs the real resolver
     ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (ranks | {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
@@ -118,7 +118,7 @@ def test_a_launcher_names_variables_of_another_one_and_hides_them_from_its_ranks
     (line,) = capsys.readouterr().err.splitlines()
     assert all(f"{name}={value}" in line for name, value in left.items()) and "PET_LOCAL_ADDR=203.0.113.5" in line
     assert not left.keys() & os.environ.keys() and "PET_LOCAL_ADDR" not in os.environ
-    assert "SLURM" not in line and "HEALTH" not in line  # nothing reads the former, and the latter is torch's own option
+    assert "SLURM" not in line and "HEALTH" not in line  # nothing reads the former, and the latter is an option of torch
 
 
 # ------------------------------------------------------------------------------------------------------------------ stores

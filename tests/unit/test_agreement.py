@@ -1,4 +1,4 @@
-"""Nodes that would train something else: every key of the schema, the code, the versions; and how ranks learn of it."""
+"""Nodes that would train different runs: every key of the schema, the code, the versions; and how ranks report it."""
 
 import datetime
 import threading
@@ -19,7 +19,7 @@ from titanlite.launch.agreement import Identity, agree, differences, identity
 
 COULD_DIFFER = ("training.dataset_path", "training.dataset", "validation.dataset_path", "validation.dataset")
 ONE_OF_EACH_KIND = [*{kind_of(ALTERNATIVES[key]): key for key in reversed(KEYS)}.values(), *COULD_DIFFER, "job.dump_folder"]
-# A value for keys of which only a part may differ between nodes.
+# Values of keys of which only a part may differ between nodes.
 OTHERS = dict.fromkeys(("training.sources", "validation.sources"), '[{ path = "text", weight = 2.0 }]')
 
 
@@ -38,7 +38,7 @@ def of(config: Config, hardware: Hardware) -> Identity:
 
 @pytest.fixture(autouse=True)
 def no_code(monkeypatch, request) -> None:
-    """The files of titanlite are read once, not for every key."""
+    """Avoids reading titanlite's files for every key."""
     if "key" in request.fixturenames:
         monkeypatch.setattr(agreement, "_files", dict)
 
@@ -95,7 +95,7 @@ def test_code_dimensions_device_and_version_are_compared(monkeypatch):
 
 
 def meet(identities: list[Identity | None], seconds: float = 30.0) -> list[str]:
-    """What each rank raises, "" for nothing; None: it does not come."""
+    """The error of each rank, "" for none; None: it does not take part."""
     store, results = dist.HashStore(), ["never ended"] * len(identities)
     store.set_timeout(datetime.timedelta(seconds=seconds))
 

@@ -1,4 +1,4 @@
-"""The kernels of attention: the chosen one is the one that runs, all compute the same, and what one cannot do is refused."""
+"""Attention kernels: the chosen one runs, all compute the same, and what one cannot do is refused."""
 
 from collections import Counter
 from typing import Any
@@ -60,7 +60,7 @@ class Operations(TorchDispatchMode):
 
 
 def step(config: Config, masked: bool, prepare: Any = None) -> tuple[dict[str, Tensor], Counter[str]]:
-    """Loss and gradients of one batch, and the operations that made them."""
+    """Loss and gradients of one batch, and the operations that ran."""
     model = model_of(config)
     if prepare:
         prepare(model)
@@ -99,7 +99,7 @@ def test_every_cpu_kernel_computes_the_same_and_is_the_one_that_runs(name, prepa
     assert differ(found, step(config_of("math"), masked)[0]) < 1e-5
     layers = 2
     by_flash = name in ("auto", "flash")
-    flashes = 0 if not by_flash else layers * (2 if prepare is whole_blocks else 1)  # kept by operation, not computed again
+    flashes = 0 if not by_flash else layers * (2 if prepare is whole_blocks else 1)  # kept by operation, not recomputed
     assert operations[FLASH] == flashes
     assert operations[f"{FLASH}_backward"] == (layers if by_flash else 0)
     assert (operations["_safe_softmax"] + operations["_softmax"] > 0) == (not by_flash)
@@ -130,7 +130,7 @@ def test_a_compiled_block_contains_the_chosen_kernel(name):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 def test_heads_are_repeated_for_a_kernel_without_grouped_queries(monkeypatch, masked):
-    """The efficient kernel is CUDA's; what is handed to it is the same as the mathematics gets from groups."""
+    """The efficient kernel exists only on CUDA; its inputs must equal grouped queries, keys and values."""
     q, k, v = torch.randn(2, 8, 32, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
     documents = torch.stack([torch.repeat_interleave(row) for row in LENGTHS])
     mask = dense_mask(documents) if masked else None
@@ -149,7 +149,7 @@ def test_heads_are_repeated_for_a_kernel_without_grouped_queries(monkeypatch, ma
 
 @pytest.mark.parametrize("queries", [1, 5])
 def test_with_a_dense_mask_a_gpu_folds_the_queries_of_a_group_into_rows_of_one_head(queries):
-    """So its fused kernel for masks, which knows no groups, gets keys and values as they are."""
+    """So its fused kernel for masks, which does not support groups, gets keys and values unchanged."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, length, 8, dtype=torch.float64) for heads, length in ((8, queries), (2, 32), (2, 32)))
     positions = torch.tensor([3, 20])[:, None] + torch.arange(queries)  # two prompts of different lengths in one cache
@@ -218,7 +218,7 @@ def with_flash4(monkeypatch: pytest.MonkeyPatch, attend: Any, before_2_13: bool 
 
 
 def kernel_for_masks(config: Config) -> tuple[Any, str]:
-    """What the modules of a model get for masks, and what the start's table says of it."""
+    """The kernel for masks in a model's modules, and its line in the start's table."""
     model = model_of(config_of())
     choose_attention(model, config, torch.device("cuda"))
     (kernel,) = {layer.attention.backends[1] for layer in model.layers.values()}
@@ -321,7 +321,7 @@ def test_tiles_equal_the_formula_at_every_length(length, scale):
 def test_tiles_keep_16_bits_and_are_as_exact_as_flash():
     shapes = [(2, heads, 200, 32) for heads in (8, 4, 4, 8)]
     *parts, gradient = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
-    parts[0] *= 4  # scores with a deviation of 4, which 16 bits would round by a hundredth
+    parts[0] *= 4  # scores with a standard deviation of 4, which 16 bits would round by a hundredth
     kept: list[torch.dtype] = []
 
     def results(backend: Any, dtype: torch.dtype) -> dict[str, Tensor]:

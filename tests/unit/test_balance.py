@@ -1,4 +1,4 @@
-"""The balance of experts on one process: losses and their gradients against plain autograd, biases, reports, faults."""
+"""Expert balance on one process: losses and gradients compared with plain autograd, biases, reports, faults."""
 
 import math
 
@@ -34,7 +34,7 @@ def start_counting(layer: MoE, speed: float = 0.0) -> Router:
 
 
 def by_hand(router: Router, x: torch.Tensor, losses: RouterLosses) -> torch.Tensor:
-    """The two losses, sequence by sequence and token by token, as the papers write them."""
+    """The two losses, sequence by sequence and token by token, as in the papers."""
     total = torch.zeros(())
     for sequence in x:
         frequency, probability = torch.zeros(EXPERTS), torch.zeros(EXPERTS)
@@ -59,7 +59,7 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses_together(sco
     expected = torch.autograd.grad((plain * gradients).sum() + by_hand(layer.router, x, losses), inputs)
     layer.router.losses = losses
     found = layer(x)
-    assert torch.equal(found, plain)  # the loss that is reported does not change
+    assert torch.equal(found, plain)  # the reported loss does not change
     for ours, theirs in zip(torch.autograd.grad((found * gradients).sum(), inputs), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -108,7 +108,7 @@ def test_reports_have_the_load_imbalance():
         "router_bias_range": pytest.approx(0.75),
     }
     assert balance.load(torch.nn.Linear(2, 2), 1) == {}
-    router.step_counts = torch.tensor([6])  # a mixture of one expert
+    router.step_counts = torch.tensor([6])  # an MoE layer with one expert
     assert balance.load(layer, 1)["expert_entropy"] == 1.0
 
 

@@ -1,4 +1,4 @@
-"""Global batches: the same on every number of ranks and workers, from every position; what stalls or fails is named."""
+"""Global batches: the same for any number of ranks and workers, from any position; stalls and failures are named."""
 
 import logging
 import multiprocessing.forkserver as forkserver
@@ -24,7 +24,7 @@ from titanlite.data.prepare.packing import pack_file
 from titanlite.data.samples import Arrays
 from titanlite.ground.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("no_fork_server")  # it receives the signals that ours must not, and so would its forks
+pytestmark = pytest.mark.usefixtures("no_fork_server")  # it receives signals that ours must not get, and so would its forks
 SEQ_LEN, GLOBAL = 8, 12
 POLICIES = {
     "pack": {},
@@ -42,7 +42,7 @@ def config_of(local: int = 1, seed: int = 0, workers: int = 0, stall: float = 20
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> list:
-    """Two sources of some documents each, the second with a weight of three and with places that are not predicted."""
+    """Two sources of some documents each, the second with a weight of three and with positions that are not labels."""
     folder, random = tmp_path_factory.mktemp("tokens"), np.random.default_rng(0)
     first = [random.integers(1, 300, random.integers(1, 40)) for _ in range(60)]
     second = [random.integers(300, 600, random.integers(1, 40)) for _ in range(50)]
@@ -54,7 +54,7 @@ def sources(tmp_path_factory) -> list:
 
 
 def global_batches(data: Data, config: Config, ranks: int, steps: int, first: int = 1) -> list[list[torch.Tensor]]:
-    """Steps as all ranks together read them: the tensors of a Batch, (sequences, ...) each."""
+    """The steps that all ranks read together: the tensors of a Batch, (sequences, ...) each."""
     parts = [Batches(StepDataset(config, data, (rank, ranks), first_step=first)) for rank in range(ranks)]
     found = [zip(*(next(part) for part in parts), strict=True) for _ in range(steps)]
     for part in parts:
@@ -69,7 +69,7 @@ def same(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) ->
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_global_batches_are_the_same_on_any_number_of_ranks_with_accumulation_and_after_resuming(sources, policy, monkeypatch):
-    monkeypatch.setattr("titanlite.data.batches._LOCATED_AT_ONCE", 64)  # so many iterators would locate too much
+    monkeypatch.setattr("titanlite.data.batches._LOCATED_AT_ONCE", 64)  # or this many iterators would locate too much
     keys, steps = POLICIES[policy], 9  # more than an epoch of the second source
     data = mix_of(sources, config_of(**keys))
     reference = global_batches(data, config_of(local=GLOBAL, **keys), 1, steps)
@@ -91,7 +91,7 @@ def test_two_workers_read_the_same_as_none_on_any_number_of_ranks_and_after_resu
 
 
 def test_the_structure_of_batches_does_not_change_from_step_to_step(sources):
-    """One source says which of its tokens count, the other does not: a step may hold samples of one alone."""
+    """One source has a loss mask, the other does not: a step may have samples of only one."""
     data = mix_of(sources, config_of())
     shapes = {tuple((t.shape, t.dtype) for t in batch) for batch in global_batches(data, config_of(), 4, 30)}
     assert len(shapes) == 1
@@ -101,7 +101,7 @@ def test_the_structure_of_batches_does_not_change_from_step_to_step(sources):
 
 
 class Slow(Data):
-    """Data whose reading stands still until a file is there, in any process."""
+    """Data whose reading stalls until a file exists, in any process."""
 
     go: Path
 
@@ -119,7 +119,7 @@ def test_a_source_that_stalls_is_named_repeatedly_with_file_and_sample(sources, 
     data.__class__, data.go = Slow, tmp_path / "go"
 
     def after_the_third(record: logging.LogRecord) -> bool:
-        if sum('source "' in each.message for each in caplog.records) == 3:  # without this one; a worker may begin late
+        if sum('source "' in each.message for each in caplog.records) == 3:  # without this one; a worker may start late
             data.go.touch()
         return True
 
@@ -152,7 +152,7 @@ def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers
 @pytest.mark.parametrize("suffix", ["bin", "loss", "idx", "best_fit-8.npy"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_file_that_is_truncated_while_it_is_read_is_named(tmp_path, policy, suffix):
-    """Reading a mapped page behind the end of its file would end the process with SIGBUS."""
+    """Reading a mapped page beyond the end of its file would end the process with SIGBUS."""
     config, documents = config_of(**POLICIES[policy]), [np.arange(20)] * 5000
     file = write_file(tmp_path / "part", documents, losses=[np.ones(20, bool)] * 5000)
     if policy == "best fit":
@@ -162,7 +162,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named(tmp_path, policy, su
     next(source)
     mapped = {stored.path.name.removeprefix("part."): stored for stored in data.sources[0].rows[0].stored if stored._mapping}
     assert {"bin", "loss"} <= set(mapped)
-    if suffix in mapped:  # another policy does not read it
+    if suffix in mapped:  # other policies do not read it
         os.truncate(tmp_path / f"part.{suffix}", 5000)
         size = mapped[suffix].size
         with pytest.raises(UserError, match=rf"part\.{suffix}: truncated since it was opened: it has 5,000 of {size:,} bytes"):
@@ -197,7 +197,7 @@ def test_on_a_cpu_all_reading_counts_as_waiting(sources, monkeypatch):
 
 
 def workers() -> set[int]:
-    """The reading processes that there are: what the fork server has started."""
+    """The current worker processes, which the fork server has started."""
     server = forkserver._forkserver._forkserver_pid
     found = [Path(f"/proc/{server}/task/{server}/children").read_text().split()] if server else [[]]
     return {int(pid) for pid in found[0]}
@@ -218,7 +218,7 @@ def test_workers_ignore_a_stop_signal_to_all_processes_and_end_with_close(source
     before = workers()
     source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), (0, 1)))
     (worker,) = workers() - before
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # while it starts
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # during its start
         os.kill(worker, number)
     next(source)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Benchmark scripts start, their plans are configurations that train, and a small round of each kind writes its report."""
+"""Benchmark scripts start, their plans are valid configurations, and a small round of each kind writes its report."""
 
 import json
 import runpy
@@ -20,7 +20,7 @@ from titanlite.loop.checks import check
 from titanlite.registry.family import Family
 
 TINY = "llama3:debug,dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=48"
-REPLACES_KERNELS = "AdamW, float16"  # its model does so in the process that imports it
+REPLACES_KERNELS = "AdamW, float16"  # importing its model replaces kernels in the process
 SCRIPTS = [path.stem for path in sorted(ROOT.glob("benchmarks/*.py")) if "__main__" in path.read_text()]
 
 
@@ -54,7 +54,7 @@ def test_the_plan_for_a_gpu_takes_half_an_hour():
 
 
 _TRAINED = training_runs(PARTS)
-# of each model and kind of memory the run that needs most
+# for each model and kind of memory, the run that needs the most
 _LARGEST = (
     *("8b/4k batch 4", "8b/4k batch 8 selective", "8b/8k batch 2", "8b-float32/4k batch 2 full", "documents/8b 4k batch 4"),
     *("1b-3b/3b batch 4 none", "float8/8k batch 2 tensorwise", "moe/olmoe batch 4", "moe/qwen3 30b-a3b adapters"),
@@ -104,7 +104,7 @@ def test_throughput_measures_contestants_with_equal_losses_and_refuses_others(tm
     words += ["--accumulate", "2", "--variant", "split=--ranks 2"]
     words += ["--precision", "float32", "--threads", "1", "--rounds", "2", "--steps", "2", "--no-warm", "--check-steps", "3"]
     words += ["--titanlite", "--compile.enable false", "--variant", "hasty=--optimizer.lr 0.05", "--output", str(output)]
-    assert throughput.main(words) == 1  # since one is refused
+    assert throughput.main(words) == 1  # one contestant is refused
     result = json.loads(output.read_text())
     assert set(result["failed"]) == {"titanlite:hasty"} and "plain's are" in result["failed"]["titanlite:hasty"]
     ours, plain = result["contestants"]["titanlite"], result["contestants"]["plain"]
@@ -128,7 +128,7 @@ def test_transfer_trains_with_and_without_mup_and_counts_grid_steps():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rehearsal_does_a_run_of_each_kind_and_writes_its_page(tmp_path):
-    """The whole rehearsal takes five minutes on two cores; here are the parts that have every kind of run."""
+    """The whole rehearsal takes five minutes on two cores; these parts have every kind of run."""
     parts = ["start", "operations", "costs", "documents", "memory", "peers"]
     words = ["--rehearse", "--parts", ",".join(parts), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     assert gpu.main(words) == 0

@@ -1,4 +1,4 @@
-"""The beginning-of-text token: which it is, and that training, validation and inference put it in front by one rule."""
+"""The beginning-of-text token: which it is, and that training, validation and inference add it by the same rule."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def assets(folder: Path, single: str = BEGIN, **settings: object) -> Path:
-    """A tokenizer whose post-processor is `single`; settings: of tokenizer_config.json."""
+    """A tokenizer with the post-processor `single`; settings: those of tokenizer_config.json."""
     folder.mkdir(exist_ok=True)
     tokenizer = train_tokenizer(["a few words of text"])
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", "</s>")])
@@ -71,7 +71,7 @@ def torchtitan_stream(folder: Path, texts: list[str]) -> list[int]:
         (BOTH, {"bos_token": "<s>"}),
         ("$A", {"bos_token": "<s>"}),
         ("$A </s>", {"bos_token": "<s>"}),
-        ("</s> $A", {"bos_token": "</s>"}),  # one token for both, as OPT has it
+        ("</s> $A", {"bos_token": "</s>"}),  # one token for both, as in OPT
         (BEGIN, {"bos_token": "<s>", "add_bos_token": False}),
         ("$A", {"bos_token": None}),
     ],

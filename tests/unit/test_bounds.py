@@ -1,4 +1,4 @@
-"""Every number that a key allows is one that float32 and bfloat16 have, and so is what it is multiplied with."""
+"""Every number that a key allows is a normal number in float32 and bfloat16, and so are products with other keys."""
 
 import functools
 import itertools
@@ -61,7 +61,7 @@ def test_a_running_mean_changes_with_a_new_value(key):
 def test_products_of_keys_are_normal_numbers():
     alpha, rank = ends("lora.alpha"), (1, 2**16)
     scales = [value / number for value, number in itertools.product(alpha, rank)]
-    gradients = (1e-4, 1.0, 1e3)  # of an adapter without the scale
+    gradients = (1e-4, 1.0, 1e3)  # of an adapter, without the scale
     for scale, gradient in itertools.product(scales, gradients):
         assert TINY <= (scale * gradient) ** 2 <= torch.finfo(torch.float32).max
     for lr, decay in itertools.product(ends("optimizer.lr"), ends("optimizer.weight_decay")):

@@ -1,4 +1,4 @@
-"""`titanlite plan --calibrate` writes an entry that `plan` reads; no test asserts what it measures."""
+"""`titanlite plan --calibrate` writes an entry that `plan` reads; no test asserts measured values."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Chats become the tokens that transformers makes of them, and only what the assistant says is to be learned."""
+"""Chats become the same tokens as in transformers, and only the assistant's text is learned."""
 
 import itertools
 
@@ -127,7 +127,7 @@ _OTHER = {"role": "assistant", "content": "6"}
 
 
 def each(body: str) -> str:
-    """A template that writes this for each message m."""
+    """A template that renders this for each message m."""
     return "{% for m in messages %}" + body + "{% endfor %}"
 
 
@@ -148,7 +148,7 @@ def each(body: str) -> str:
               "{% endif %};"), [USER, _OTHER, USER, {"role": "assistant", "content": "4, 6"}], '"content" of message 2'),
         (each("{{ m.content }}{% if loop.last %}{% generation %}!{% endgeneration %}{% endif %}"),
          [USER, _OTHER, USER, ASSISTANT], "enclose no text of message 4, or of one before it"),
-        # the template does not tell what the assistant says; the first drops earlier thoughts once others follow
+        # the assistant's text cannot be recognized; the first template drops earlier thoughts once other messages follow
         (each("<s>{{ m.role }}:{{ m.content if loop.last or m.role == 'user' else m.content.split('.')[0] }}</s>")
          + "{% if add_generation_prompt %}<s>assistant:{% endif %}", CHATS["several turns"],
          "rewrites message 2 when others follow; put {% generation %}"),
@@ -178,7 +178,7 @@ def test_tools_that_a_template_does_not_render_are_refused(tmp_path):
     ],
 )
 def test_a_template_cannot_reach_the_machine(tmp_path, attack):
-    """What it tries is refused, or is nothing: Jinja has an undefined value for what may not be read."""
+    """Each attempt is refused or gives nothing: Jinja returns an undefined value for what may not be read."""
     plain = load(tmp_path, CHATML).encode(CHATS["one turn"])
     messages = [dict(message) for message in CHATS["one turn"]]
     try:
@@ -213,7 +213,7 @@ _SHAPES = {
     "concatenates": CHATML,
     "trims": LLAMA,
     "prints": f"{_TOOLS}{{% for m in messages %}}{{{{ m.role }}}}: {_FIELDS}{_CALLS}{{{{ m.content }}}}{_END}",
-    # as those of models that also read images
+    # like templates of models that also read images
     "reads parts": (
         f"{_TOOLS}{{% for m in messages %}}{{{{ m.role }}}}: {_FIELDS}{_CALLS}{{% if m.content is string %}}{{{{ m.content }}}}"
         f"{{% else %}}{{% for part in m.content or [] %}}{{{{ part.text }}}}{{% endfor %}}{{% endif %}}{_END}"
@@ -229,7 +229,7 @@ FIELDS = ["role", "content", "weight", "name", "thinking", "tool_calls"]
 
 
 def _chats(value: object) -> list[tuple[list[dict] | object, object]]:
-    """(messages, tools) with a value in each place."""
+    """(messages, tools) with a value in each field."""
     chats: list[tuple[list[dict] | object, object]] = [(value, None), ([value], None), ([USER, ASSISTANT], value)]
     for field, place in itertools.product(FIELDS, (0, 1)):
         messages = [dict(USER), dict(ASSISTANT)]
@@ -239,7 +239,7 @@ def _chats(value: object) -> list[tuple[list[dict] | object, object]]:
 
 
 def _plain(messages: list[dict], joined: bool) -> list[dict]:
-    """The chat as transformers must get it: no keys of null, no weights, and where the template wants it no parts."""
+    """The chat for transformers: without null keys and weights, and without lists of parts if the template takes strings."""
     found = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None and key != "weight"}

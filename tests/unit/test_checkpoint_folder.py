@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: what counts as one, what is kept, what a killed run leaves, and whether there is room."""
+"""The folder of a run's checkpoints: what counts as one, what is kept, what a killed run leaves, and free disk space."""
 
 import errno
 import os
@@ -142,7 +142,7 @@ def test_a_resume_deletes_unfinished_checkpoints_and_sets_later_ones_aside(tmp_p
     make(tmp_path, 5, 10, 15, 20)
     for name in ("25.unfinished", "01.retired", "15-hf.unfinished"):
         shutil.copytree(step_folder(tmp_path, 5), tmp_path / f".step-000000{name}")
-    for name in ("20.aside-1", "20.aside-2", "10-hf", "15-hf"):  # exports go the same way
+    for name in ("20.aside-1", "20.aside-2", "10-hf", "15-hf"):  # exports are treated the same way
         (tmp_path / f"step-000000{name}").mkdir()
     (tmp_path / "notes.txt").write_text("of the user's")
     aside = ["step-00000015-hf.aside-1", "step-00000015.aside-1", *(f"step-00000020.aside-{n}" for n in (1, 2, 3))]
@@ -159,7 +159,7 @@ def test_a_resume_deletes_unfinished_checkpoints_and_sets_later_ones_aside(tmp_p
     ("keep", "have", "needed"), [(10, 0, 2), (10, 9, 2), (10, 10, 1), (10, 12, 1), (1, 0, 2), (1, 1, 1), (0, 50, 2)]
 )
 def test_there_must_be_room_for_two_checkpoints_or_for_one_if_an_old_one_is_deleted(tmp_path, monkeypatch, keep, have, needed):
-    """While one is written, those that it replaces are still there."""
+    """While one is written, those that it replaces still exist."""
     (tmp_path / "saves").mkdir()
     make(tmp_path / "saves", *range(have))
     keys, size, free = Checkpoint(enable=True, keep_latest_k=keep), 2**30, {tmp_path / "saves": needed * 2**30, tmp_path: 0}
@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows a file's name by its descriptor")
 def test_a_folder_gets_the_name_of_a_checkpoint_only_when_it_is_complete_and_on_the_disk(tmp_path, monkeypatch):
-    """Whatever ends the machine: before the renaming there is nothing, after it everything is there."""
+    """Even if the machine crashes: before the rename there is nothing, after it everything is on the disk."""
     events: list[Any] = []
     fsync, rename = os.fsync, Path.rename
 

@@ -1,4 +1,4 @@
-"""No code from data: what a forged checkpoint requests is not done, the file is named, and no changed byte passes."""
+"""No code from data: a forged checkpoint runs no code, the file is named, and every changed byte is detected."""
 
 import copy
 import io
@@ -56,7 +56,7 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def source(original, tmp_path) -> Path:
-    """A copy of the checkpoint of step 10, beside one of step 5, to be forged."""
+    """A copy of the checkpoint of step 10, next to one of step 5, for forging."""
     shutil.copytree(original, tmp_path, dirs_exist_ok=True)
     return tmp_path / "step-00000010"
 
@@ -69,7 +69,7 @@ def read(source: Path) -> dict[str, Tensor]:
 
 
 def put(source: Path, name: str, contents: bytes, forged: bool = True) -> None:
-    """Puts something else in place of a file; forged: with a manifest that agrees."""
+    """Replaces the contents of a file; forged: with a matching manifest."""
     found = manifest.read(source)
     (source / name).write_bytes(contents)
     if forged and name != manifest.FILE:
@@ -91,7 +91,7 @@ def saved(value: Any, zipped: bool = True) -> bytes:
 
 
 class Recording(storage._Unpickler):
-    """Notes the names that it must find."""
+    """Records the names that it must find."""
 
     asked: set[tuple[str, str]]
 
@@ -114,7 +114,7 @@ def test_only_names_that_a_real_checkpoint_needs_are_admitted(tmp_path):
 
 
 def call(module: str, name: str, argument: str) -> dict[str, bytes]:
-    """Pickles that call something with a text, in the words of the oldest and of the newest protocol."""
+    """Pickles that call something with a text, in the oldest and the newest protocol."""
     words = [module.encode(), name.encode(), argument.encode()]
     newest = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(word)]) + word for word in words[:2]) + b"\x93"
     return {
@@ -128,7 +128,7 @@ def call(module: str, name: str, argument: str) -> dict[str, bytes]:
     [
         ("os", "system"),
         ("builtins", "getattr"),
-        ("torch.serialization", "os.system"),  # a dotted name reaches what a module has imported
+        ("torch.serialization", "os.system"),  # a dotted name reaches what the module has imported
         ("torch.distributed.checkpoint.filesystem", "FileSystemReader"),
         ("titanlite.checkpoint.storage", "pickle.loads"),
     ],
@@ -146,7 +146,7 @@ def test_metadata_with_any_other_name_is_refused_with_that_name(source, module, 
 
 
 class Evil:
-    """What leaves a file behind when it is unpickled."""
+    """An object that leaves a file behind when it is unpickled."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -156,7 +156,7 @@ class Evil:
 
 
 def in_metadata(field: str) -> Callable[[Path, Evil], bytes]:
-    """The code inside of metadata that is otherwise sound."""
+    """The code inside of otherwise valid metadata."""
 
     def forge(source: Path, evil: Evil) -> bytes:
         found = metadata_of(source)
@@ -188,7 +188,7 @@ WAYS: dict[str, Callable[[Path, Evil], bytes]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_code_in_a_file_is_not_run_and_the_file_is_named(source, tmp_path, way, name, forged):
     evil = WAYS[way](source, Evil(tmp_path / "was here"))
-    if name == DATA and forged:  # one who can do that has every tensor read from there
+    if name == DATA and forged:  # whoever can do that controls every tensor anyway
         found = metadata_of(source)
         for number, place in enumerate(found.storage_data.values()):
             place.offset, place.length = number * len(evil), len(evil)
@@ -204,7 +204,7 @@ def test_code_in_a_file_is_not_run_and_the_file_is_named(source, tmp_path, way, 
 
 
 def test_code_that_replaces_a_file_after_its_check_is_not_run(source, tmp_path):
-    """DCP asks its reader for the metadata once more."""
+    """DCP reads the metadata a second time."""
     found = load.verified(source)
     put(source, METADATA, pickle.dumps(Evil(tmp_path / "was here")))
     with pytest.raises(Damaged, match="is refused: it references"):
@@ -231,7 +231,7 @@ def entry(value: Any) -> Callable[[Metadata, Path], None]:
     return lambda found, source: found.state_dict_metadata.update({"model.weight": value})
 
 
-# what is changed in sound metadata, and what is said of it
+# changes of valid metadata, and the messages
 LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
     "another checkpoint's file": (change(relative_path=f"../step-00000005/{DATA}"), "the manifest does not list"),
     "beyond the end by one": (
@@ -265,7 +265,7 @@ def test_a_manifest_that_lists_files_outside_the_checkpoint_is_refused_before_th
 
 
 def test_dcp_syncs_all_of_every_file(tmp_path, monkeypatch):
-    """What were still in a buffer then would be missing after a power failure."""
+    """Data still in a buffer then would be missing after a power failure."""
     synced = {}
 
     def note(handle: int) -> None:
@@ -275,7 +275,7 @@ def test_dcp_syncs_all_of_every_file(tmp_path, monkeypatch):
     files: dict[str, FileDigest] = {}
     writer = storage.Writer(tmp_path / "written", "step-00000001", files.update)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
+        warnings.simplefilter("ignore")  # the warning that this is one process
         dcp.save({"a": torch.arange(1000.0)}, storage_writer=writer, no_dist=True)
     assert {name.removesuffix(".tmp"): size for name, size in synced.items()} == {n: c.bytes for n, c in files.items()}
     assert METADATA in files
@@ -317,14 +317,14 @@ FILES = {".metadata": FileDigest(5310, "8f" * 16), "__0_0.distcp": FileDigest(0,
 
 @pytest.fixture
 def written(tmp_path) -> bytes:
-    """What `write` has made of ENTRIES and FILES; the file is in tmp_path."""
+    """The manifest that `write` makes from ENTRIES and FILES; the file is in tmp_path."""
     manifest.write(tmp_path, Manifest(ENTRIES, FILES))
     return (tmp_path / manifest.FILE).read_bytes()
 
 
 # --------------------------------------------------------------------------------------------------------------- damage
 
-# Every single bit, pairs, a whole byte, and what makes of one line end the other kind.
+# Every single bit, pairs, a whole byte, and the change of one kind of line end into the other.
 PATTERNS = [*(1 << bit for bit in range(8)), 0x03, 0xFF, 0x07, 0xAA]
 
 
@@ -368,7 +368,7 @@ def test_a_manifest_without_a_number_that_a_run_needs_is_refused_by_its_name(tmp
 
 def test_a_file_is_compared_by_size_and_checksum(tmp_path):
     path = tmp_path / "file"
-    path.write_bytes(bytes(range(256)) * 20_000)  # more than one read's worth
+    path.write_bytes(bytes(range(256)) * 20_000)  # larger than one read
     contents = FileDigest(5_120_000, xxhash.xxh3_128_hexdigest(path.read_bytes()))
     assert manifest.fault(tmp_path, "file", contents) == ""
     assert manifest.fault(tmp_path, "file", contents._replace(bytes=5_120_001)) == (

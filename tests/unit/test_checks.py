@@ -1,4 +1,4 @@
-"""What must hold between keys: a wrong configuration is refused by the name of its key, the right one beside it passes."""
+"""Rules between keys: a wrong configuration is refused with its key, and the corrected one passes."""
 
 import os
 import shutil
@@ -70,7 +70,7 @@ def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None,
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch) -> Path:
-    """A working folder with what the tables below name."""
+    """A working folder with the files in the tables below."""
     monkeypatch.chdir(tmp_path)
     files(tmp_path)
     return tmp_path
@@ -91,7 +91,7 @@ def files(folder: Path) -> None:
     (folder / "broken/tokenizer.json").write_text("{}")
 
 
-# ranks, a wrong configuration, what its one fault must say, and what to change for a right one
+# ranks, a wrong configuration, its only fault, and the changes that correct it
 # fmt: off
 CASES = [
     (6, {TP: 4}, ["tensor_parallel_degree = 4", "number of processes, 6"], {TP: 2}),
@@ -214,7 +214,7 @@ def test_more_ranks_than_gpus_are_refused_on_a_machine_with_gpus(monkeypatch):
 
 PREFETCH, ALL = {"parallelism.fsdp_prefetch": 2}, {OVERLAP: True, TP: 2, COMPILE: True}
 PINNED = {SAVE: True, MODE: "async_with_pinned_mem"}
-# (ranks, whether there is a GPU, options), what their one fault says, and the same for what is right
+# (ranks, whether there is a GPU, options), their only fault, and the same for a correct configuration
 ON_MACHINES = [
     ((1, False, {SNAPSHOT: True}), f"{SNAPSHOT} = true (option): has no effect unless the machine has a GPU",
      (1, True, {SNAPSHOT: True})),
@@ -241,7 +241,7 @@ def test_options_that_this_machine_does_not_support_are_refused(monkeypatch, wro
 
 
 def test_without_a_mesh_for_each_parameter_split_experts_are_not_compiled_and_not_checkpointed_by_operation(monkeypatch):
-    """As in PyTorch 2.11; test_expert_parallel.py trains so."""
+    """As in PyTorch 2.11; test_expert_parallel.py trains this way."""
     compiled, kept = {COMPILE: True, BACKEND: "aot_eager"}, {AC: "selective", BLOCKS: "op"}
     for keys in (compiled, kept):
         assert faults(MIXTURE | {EP: 2} | keys, ranks=2) == []
@@ -260,7 +260,7 @@ def test_a_disk_without_room_for_checkpoints_is_refused_if_any_are_written(monke
     (fault,) = faults({SAVE: True, DUMP: "empty/run"}, local_ranks=1)
     assert 'checkpoint.folder = "checkpoint": ' in fault and "has 0.00 GiB free, and 2 checkpoints of this run need" in fault
     assert faults({DUMP: "empty/run"}, local_ranks=1) == []
-    assert faults({SAVE: True, DUMP: "empty/run"}) == []  # checked on another machine than the one that will train
+    assert faults({SAVE: True, DUMP: "empty/run"}) == []  # checked on a machine that will not train
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_disk_without_room_for_checkpoints_is_refused_if_any_are_written(monke
     ],
 )
 def test_a_folder_without_permission_is_refused(monkeypatch, place, denied, keys, said):
-    """As `os.access` says: permissions do not bind root, who may run these tests."""
+    """By `os.access`, since permissions do not restrict root, who may run these tests."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).absolute() != place / denied)
     (fault,) = faults(keys)
     assert said in fault and f"/{denied}: no permission to write in it" in fault

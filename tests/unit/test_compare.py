@@ -1,4 +1,4 @@
-"""The engine of verify, check-model and replay: every difference is named, and rounding is not one."""
+"""The comparison behind verify, check-model and replay: every difference is named, and rounding is not one."""
 
 import math
 
@@ -17,7 +17,7 @@ def trajectory(**changes: object) -> Trajectory:
 
 
 def named(**changes: object) -> list[tuple[str, str]]:
-    """(quantity, place) of the differences beyond rounding between a changed trajectory and the plain one."""
+    """(quantity, location) of the differences beyond rounding between a changed trajectory and the plain one."""
     comparison = compare(trajectory(**changes), trajectory())
     assert comparison.equal == (not comparison.excessive)
     return [(difference.quantity, difference.where) for difference in comparison.excessive]

@@ -1,4 +1,4 @@
-"""What is compiled after a run has settled is counted, with its cause."""
+"""Recompilations after a run's first steps are counted, with their cause."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ def test_a_late_recompilation_is_counted_and_its_cause_is_logged(compiled, caplo
     watch = RecompilationWatch()
     with caplog.at_level(logging.WARNING, logger="titanlite"):
         compiled(torch.ones(2))
-        watch.check(1)  # nothing has settled yet
+        watch.check(1)  # too early
         watch.settle()
         compiled(torch.ones(2))
         watch.check(2)
@@ -41,7 +41,7 @@ def test_a_late_recompilation_is_counted_and_its_cause_is_logged(compiled, caplo
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_compiled_code_is_cached_between_runs_on_one_node_unless_the_user_names_a_folder(monkeypatch, tmp_path, nodes):
     settings = {"TITANLITE_CACHE": str(tmp_path), "WORLD_SIZE": str(8 * nodes), "LOCAL_WORLD_SIZE": "8"}
-    for name, value in (settings | {"TORCHINDUCTOR_CACHE_DIR": ""}).items():  # so that it is put back
+    for name, value in (settings | {"TORCHINDUCTOR_CACHE_DIR": ""}).items():  # so that it is restored
         monkeypatch.setenv(name, value)
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))

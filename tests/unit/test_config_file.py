@@ -1,4 +1,4 @@
-"""TOML files, their bases and the options over them become one configuration, or one list of everything that is wrong."""
+"""TOML files, their bases and overriding options become one configuration, or one list of all faults."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ FIELDS = {
     for name, field in table.annotation.model_fields.items()
 }
 
-# Values that are hard to write; all other keys have one that the schema gives.
+# Values that the schema does not give, as it does for all other keys.
 HARD: dict[str, Any] = {
     "job.dump_folder": "C:\\runs\\'one' \"two\"",
     "job.description": "tab\t line\nreturn\r \"\"\" ''' # = [x] \x00\x1f\x7f\x85\u2028 \u00fc\u4e2d\U0001f600",
@@ -41,7 +41,7 @@ HARD: dict[str, Any] = {
 
 
 def with_other_values() -> Config:
-    """No key at its default."""
+    """A configuration with no key at its default."""
     tables: dict[str, dict[str, Any]] = {}
     for key in FIELDS:
         section, name = key.split(".")
@@ -136,7 +136,7 @@ def test_all_faults_are_reported_together_each_with_its_origin(tmp_path):
     ],
 )
 def test_an_unknown_key_gets_a_suggestion(tmp_path, text, expected):
-    _, line = refusal(write(tmp_path, text)).splitlines()  # one may be misspelt, and no command for files of torchtitan follows
+    _, line = refusal(write(tmp_path, text)).splitlines()  # one may be misspelled, without advice on torchtitan's files
     assert expected in line
 
 
@@ -203,7 +203,7 @@ def test_help_shows_every_key_with_meaning_and_value(tmp_path, capsys):
         assert "".join(field.description.split()) in shown, key
     for meaning in (table.annotation.__doc__ for table in Config.model_fields.values()):
         assert "".join(meaning.split()) in shown
-    assert shown.count("(now:") == len(FIELDS) + 1  # one in the explanation above
+    assert shown.count("(now:") == len(FIELDS) + 1  # one is in the explanation above
     assert "(now:4321)" in shown
 
 

@@ -1,4 +1,6 @@
-"""`titanlite convert-config` on the 23 TOML files of torchtitan 0.2.2: each line is taken, or is a comment that says why."""
+"""`titanlite convert-config` on the 23 TOML files of torchtitan 0.2.2: each line is converted, or is a comment with the
+reason.
+"""
 
 import re
 import sys
@@ -19,7 +21,7 @@ from titanlite.tools.convert_config import INSTEAD, RENAMED, convert
 
 ROOT = Path(__file__).parents[2]
 LETTERS = {name: letter for letter, name in FILES.items()}
-# Files that run with the paths of a machine: the flavor that they stand for, and the ranks that they are for.
+# Files that run with the paths of a machine: the flavor that replaces theirs, and their ranks.
 DENSE = {
     "base_config": (llama3.FLAVORS["debugmodel"], 1),
     "llama3/debug_model": (llama3.FLAVORS["debugmodel"], 1),
@@ -34,14 +36,14 @@ DENSE = {
 
 
 def converted(folder: Path, text: str) -> Path:
-    """The file that stands for a text of torchtitan."""
+    """The converted file of torchtitan's text."""
     path = folder / "run.toml"
     path.write_text(convert(parse_toml(text)), encoding="utf-8")
     return path
 
 
 def by_section(text: str) -> dict[str, list[str]]:
-    """The lines of each section, those of comments included."""
+    """The lines of each section, including comments."""
     lines: dict[str, list[str]] = {}
     for line in filter(None, text.splitlines()):
         if header := re.fullmatch(r"(?:# )?\[(\w+)\]", line):

@@ -1,6 +1,6 @@
 """Inductor and Triton compile a training step for sm_90, without a GPU: the committed table of kernels (tests/cuda_shim).
 
-A change of the table may be right: `python -m tests.cuda_shim.kernels` writes it again, and its difference shows what changed.
+A change of the table may be intended: `python -m tests.cuda_shim.kernels` writes it again, and its diff shows the change.
 """
 
 import difflib
@@ -21,7 +21,7 @@ _COMPILED = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_no
 
 @pytest.fixture(scope="module")
 def regions(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """The kernels of the cases that this session wants."""
+    """The kernels of the cases in this session."""
     chosen = {
         item.callspec.params["case"]
         for item in request.session.items
@@ -33,7 +33,7 @@ def regions(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
 @pytest.mark.skipif(_OTHER_VERSIONS, reason="the table of kernels was made with other versions of PyTorch and Triton")
 @pytest.mark.parametrize("case", [pytest.param(case, marks=_COMPILED) for case in CASES if case != "planted"])
 def test_a_step_compiles_to_the_kernels_of_the_table(regions, case):
-    """Names, their order, registers, spilled bytes: so nothing new falls back to PyTorch, and nothing is no longer fused."""
+    """Names, order, registers, spilled bytes: so there is no new fallback to PyTorch, and no lost fusion."""
     found = section(case, regions[case]).splitlines()
     difference = "\n".join(difflib.unified_diff(committed(case).splitlines(), found, "the table", "here", lineterm="", n=0))
     assert not difference, difference
@@ -56,7 +56,7 @@ def test_generation_with_grouped_queries_the_loss_and_routers_take_the_kernels_m
         attention = [name for name in found[part] if "dot_product" in name or "softmax" in name or "bmm" in name]
         assert attention == ["aten._scaled_dot_product_efficient_attention.default"] * layers, (part, attention)
     assert [name for name in found["loss"] if "mm" in name] == ["aten.mm.out", "aten.mm.out", "aten.mm.dtype_out"]
-    assert [name for name in found["router"] if "mm" in name] == ["aten.mm.dtype"] * 3  # none of float32 matrices
+    assert [name for name in found["router"] if "mm" in name] == ["aten.mm.dtype"] * 3  # none in float32
 
 
 _SPILLS = {

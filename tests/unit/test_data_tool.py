@@ -1,4 +1,4 @@
-"""titanlite data show and stats: what a step sees, and what there is in each source."""
+"""titanlite data show and stats: the data of a step, and the contents of each source."""
 
 import json
 import re
@@ -28,7 +28,7 @@ TEXTS = {f"doc{number}.txt": f"document {number}: " + f"word{number} " * (5 + 7 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> Path:
-    """A configuration of one source of eight text files, with a tokenizer and a cache of its own."""
+    """A configuration of one source of eight text files, with its own tokenizer and cache."""
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
@@ -56,7 +56,7 @@ def run(config, capsys, monkeypatch) -> Callable[..., str]:
 
 
 def shown_samples(text: str) -> list[str]:
-    """The text of each sample, its documents put together again."""
+    """The text of each sample, joined from its documents."""
     samples = text.split("=== sample ")[1:]
     return ["".join(part.split("\n", 1)[1].rstrip("\n") for part in sample.split("--- document ")[1:]) for sample in samples]
 
@@ -161,7 +161,7 @@ def test_show_continues_where_a_rollback_continued(run, changed, tmp_path):
 
 def test_stats_counts_what_a_run_whose_weights_changed_reads_of_each_source(run, changed):
     text = run("stats", *changed[6][0])
-    # 16 samples 1 : 1, then 20 samples 3 : 1, of which the first source has its share rounded down
+    # 16 samples 1 : 1, then 20 samples 3 : 1, with the first source's share rounded down
     assert re.findall(r"in the run  (\d+) samples", text) == [str(8 + 14), str(8 + 6)]
 
 
@@ -182,7 +182,7 @@ def test_the_ranks_of_a_mesh_show_parts_of_the_same_batch(run):
 
 @pytest.mark.parametrize("command", ["verify", "stats"])
 def test_no_damaged_byte_passes_and_the_first_fault_of_each_file_is_listed(config, capsys, run, command):
-    """Also bytes that the numbers of `stats` do not depend on: training would refuse them."""
+    """Also bytes that do not affect `stats`: training would refuse them."""
     run(command)
     [folder] = (config.parent / "cache").glob("tokens-*/")
     for name in ("00000.bin", "00000.idx", "00000.bin.sums", "00000.idx.sums"):

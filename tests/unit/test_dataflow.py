@@ -1,4 +1,4 @@
-"""Which tensors stages send, and which models are refused, because one block leaves something for another."""
+"""The tensors that stages send, and models that are refused because a block leaves state for another."""
 
 import random
 
@@ -35,7 +35,7 @@ def graph(uses: str) -> Family:
 
 
 def crossings(family: Family) -> list[int]:
-    """How many tensors go from each of the blocks' stages to the next, if each block is one."""
+    """The number of tensors that each stage sends to the next, with one block per stage."""
     flow = trace(family.on_meta(), 1, 16)
     return [len(flow.crossing(call)) for call in range(2, len(flow.calls) - 1)]
 

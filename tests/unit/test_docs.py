@@ -1,6 +1,4 @@
-"""The pages are true as far as a test can see: what they name exists, and forks can rely on what docs/reference/interface.md
-says.
-"""
+"""The pages are correct as far as tests can check: what they name exists, and forks can rely on docs/reference/interface.md."""
 
 import importlib
 import inspect
@@ -30,9 +28,9 @@ PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")) + sort
 PAGES += sorted(ROOT.glob("tests/*/README.md"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
-EXAMPLES = {"models/mine.py"}  # what a reader of docs/tutorials/fork.md makes
+EXAMPLES = {"models/mine.py"}  # created by a reader of docs/tutorials/fork.md
 FILES = {"metrics.jsonl", "model.safetensors"}  # not keys of sections
-REMOVED = {"compile.unit"}  # in the changelog, and in commands of earlier measurements
+REMOVED = {"compile.unit"}  # named in the changelog, and in commands of earlier measurements
 
 PATH = re.compile(r"(?<![\w./-])(?<!--output )(?:titanlite|models|docs|tests|benchmarks|train_configs|\.ci|\.github)/[\w./-]*")
 PLACE = re.compile(r"[\w./-]+\.py:\d+")  # a line of a file, at the commit that the page names

@@ -1,4 +1,4 @@
-"""Attention inside documents: a packed row is worth its documents one by one, whichever kernel computes it."""
+"""Attention inside documents: a packed row equals its documents one by one, with any kernel."""
 
 import importlib
 import itertools
@@ -19,7 +19,7 @@ from titanlite.loop.loss import sequence_of, summed_loss
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 
 _SEQ = 32
-# Two rows a case: the lengths of their documents, and how many tokens of padding follow. They are seq + 1 tokens together.
+# Two rows per case: the lengths of their documents, and the tokens of padding that follow; seq + 1 tokens in total.
 ROWS = {
     "several": ([(5, 1, 13, 14), (20, 2, 1, 1, 9)], [0, 0]),
     "each token by itself": ([(1,) * 33, (1,) * 33], [0, 0]),
@@ -46,7 +46,7 @@ def tiny(flavor: str = "plain") -> llama3.Model:
 
 
 def packed(lengths: list[tuple[int, ...]], padding: list[int], seed: int = 0) -> Batch:
-    """Rows of random documents: the first token of each is no label, nor is padding."""
+    """Rows of random documents: the first token of each and padding are not labels."""
     documents, counted = [], []
     for row, fill in zip(lengths, padding, strict=True):
         numbers = [number for number, length in enumerate((*row, fill)) for _ in range(length)]
@@ -60,7 +60,7 @@ def packed(lengths: list[tuple[int, ...]], padding: list[int], seed: int = 0) ->
 
 
 def alone(batch: Batch, lengths: list[tuple[int, ...]]) -> list[tuple[int, int, Tensor]]:
-    """(row, first place, tokens) of each document of a packed batch."""
+    """(row, first position, tokens) of each document of a packed batch."""
     return [
         (row, first, batch.tokens[row, first : first + length])
         for row, row_lengths in enumerate(lengths)
@@ -90,7 +90,7 @@ def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents_one_by_one(n
     batch, model = packed(lengths, padding), tiny(flavor)
     loss, gradients = loss_and_gradients(model, [batch])
     documents = [Batch(tokens[None]) for _, _, tokens in alone(batch, lengths) if len(tokens) > 1]
-    if not documents:  # nothing is requested
+    if not documents:  # no mask is requested
         assert loss == 0
         assert all(gradient.eq(0).all() for gradient in gradients.values())
         return
@@ -102,7 +102,7 @@ def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents_one_by_one(n
 
 
 def test_positions_begin_again_in_each_document():
-    # RoPE is the same for any first position; other models are not
+    # RoPE is invariant to the first position; other models are not
     seq = sequence_of(torch.zeros(2, 5), torch.tensor([[0, 0, 0, 1, 2], [0, 1, 1, 1, 1]]))
     assert seq.positions.tolist() == [[0, 1, 2, 0, 0], [0, 0, 1, 2, 3]]
 
@@ -118,8 +118,9 @@ def test_a_model_that_does_not_make_the_mask_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("mode", "times"), [("full", 2), ("per operation", 1)])
 def test_flex_attention_is_recomputed_only_where_whole_blocks_are(monkeypatch, mode, times):
-    """Its plain implementation can go backward on a CPU, only not under the public function's eyes. The distributed test of
-    documents compares its gradients with those of the dense mask."""
+    """Its plain implementation has a backward pass on a CPU, which only the public function refuses. The distributed test of
+    documents compares its gradients with those of the dense mask.
+    """
     implementation = importlib.import_module("torch._higher_order_ops.flex_attention")
     forwards, attention = [], implementation.math_attention
     eager = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
@@ -132,7 +133,7 @@ def test_flex_attention_is_recomputed_only_where_whole_blocks_are(monkeypatch, m
         checkpoint_blocks(model, every=1)
     else:
         checkpoint_operations(model, ())
-    for seed in range(2):  # the first batch also compiles, which looks at shapes through the same function
+    for seed in range(2):  # the first batch also compiles, which calls the same function for shapes
         forwards.clear()
         loss_and_gradients(model, [packed(*ROWS["several"], seed=seed)])
     assert len(forwards) == 2 * times  # layers

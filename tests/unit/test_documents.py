@@ -1,4 +1,4 @@
-"""The inputs that names, folders, patterns, data sets and URLs stand for, and what each kind of reader makes of them."""
+"""The inputs to which names, folders, patterns, datasets and URLs refer, and the documents of each kind of reader."""
 
 import csv
 import io
@@ -137,7 +137,7 @@ def test_a_truncated_compressed_file_gives_the_lines_before_its_end_and_says_whe
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     *sound, last = read_all(path)
     assert [found.content for found in sound] == _NOISE[: len(sound)]
-    assert len(sound) > 5000 * share - 1500  # a compressed block is whole or not at all
+    assert len(sound) > 5000 * share - 1500  # a compressed block is read completely or not at all
     assert isinstance(last, Bad) and "damaged or truncated" in last.reason
     assert describe_location(str(path), last.location) == f"{path}, line {len(sound) + 1}"
 
@@ -272,7 +272,7 @@ def test_units_contain_all_parts_in_order_and_have_similar_sizes(tmp_path, monke
     assert all(sum(part.size for part in unit) <= target or len(unit) == 1 for unit in units) and len(units) < 25
 
 
-# ---------------------------------------------------------------------------------------------- data sets by name, URLs
+# ---------------------------------------------------------------------------------------------- datasets by name, URLs
 
 
 def test_a_dataset_by_name_is_streamed_shard_by_shard(tmp_path, hub_cache):

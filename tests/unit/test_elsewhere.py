@@ -1,4 +1,4 @@
-"""Recipes for GPUs, checked on a machine that has none: faults are found, and what only a GPU can verify is listed."""
+"""Recipes for GPUs, checked on a machine without one: faults are found, and what only a GPU can verify is listed."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from titanlite.tools import check as tool
 from titanlite.tools.check import check_here
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-BRANCH = "llama_debug_decay"  # begins at a checkpoint of another run, which is missing here
+BRANCH = "llama_debug_decay"  # starts from a checkpoint of another run, which is missing here
 
 
 @pytest.fixture(autouse=True)

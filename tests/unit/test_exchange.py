@@ -1,5 +1,5 @@
-"""Chunks of an exchange, without ranks: each expert of a token is computed once, no token goes to a rank twice, and no rank
-receives more than it has room for.
+"""Chunks of an exchange, without ranks: each expert of a token is computed once, no token is sent to a rank twice, and no rank
+receives more than fits.
 """
 
 import itertools
@@ -28,7 +28,7 @@ def chosen_of(routing: str, layout: Layout, generator: torch.Generator) -> Tenso
         case "one token differs":
             scores += torch.arange(experts)
             scores[-1, -1] = torch.rand(experts, generator=generator)
-        case "by halves":  # the first tokens of all ranks go to other experts than the last ones
+        case "by halves":  # the first tokens of all ranks use other experts than the last ones
             scores[:, : layout.tokens // 2] += torch.arange(experts)
             scores[:, layout.tokens // 2 :] -= torch.arange(experts)
     return scores.topk(layout.copies).indices

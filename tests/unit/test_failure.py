@@ -1,4 +1,4 @@
-"""The handler of unexpected exceptions: its text, and that it reports on a full disk too."""
+"""The handler of unexpected exceptions: its text, and that it works on a full disk too."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """A file that leaves no byte of a disk."""
+    """A file that fills a disk completely."""
     with open(disk / "all of it", "wb", buffering=0) as file:
         for size in (4096, 1):
             with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def test_a_report_names_phase_error_line_file_and_the_file_with_the_traceback(tm
         "titanlite verify, starting, opening the data: KeyError: 'shards' (tests/unit/test_failure.py, line "
     )
     assert f"; read last: {tmp_path / 'manifest.json'}; traceback: {tmp_path / 'titanlite-'}" in line
-    assert "in test_a_report_names" in frames[0] and "read_json(" in frames[1]  # the user's own, as it is no library
+    assert "in test_a_report_names" in frames[0] and "read_json(" in frames[1]  # the user's own code, since it is not a library
     assert "Traceback (most recent call last)" in Path(line.rpartition("traceback: ")[2]).read_text()
 
 

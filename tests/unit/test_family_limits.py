@@ -1,4 +1,4 @@
-"""What a family's LIMITS declares is refused where a run or a command needs it, and nothing else is."""
+"""A run or a command is refused exactly where it exceeds a family's LIMITS."""
 
 import itertools
 import random

@@ -14,7 +14,7 @@ DIM, HIDDEN = 8, 12
 
 
 def model_of(*layers: nn.Module) -> Any:
-    """What `chunk_feed_forward` reads of a model."""
+    """The attributes of a model that `chunk_feed_forward` reads."""
     return SimpleNamespace(layers=nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)}))
 
 
@@ -24,7 +24,7 @@ def layer_of(kind: type[SwiGLU] = SwiGLU) -> SwiGLU:
 
 
 class Noted(SwiGLU):
-    """Notes how many tokens each call computes."""
+    """Records how many tokens each call computes."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.lengths = [*getattr(self, "lengths", []), x.shape[-2]]

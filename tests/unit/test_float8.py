@@ -42,8 +42,9 @@ def layer_of(recipe: str) -> nn.Linear:
 
 
 def cast(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
-    """x as float8 has it: scaled by the power of two that brings its largest value, of all or along `dim`, up to the largest of
-    float8 but not beyond, cast, and scaled back; in float32."""
+    """x rounded to float8, in float32: scaled by the largest power of two for which its largest value, of all or along `dim`,
+    fits float8, cast, and scaled back.
+    """
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = torch.exp2(torch.floor(torch.log2(torch.finfo(kind).max / largest)))
     return (x * scale).clamp(torch.finfo(kind).min, torch.finfo(kind).max).to(kind).float() / scale

@@ -1,4 +1,4 @@
-"""Generation: what may be drawn, with which probability, and that a prompt's text is its own."""
+"""Generation: which tokens are sampled, with which probability, and that a prompt's text is independent of others."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def tiny(name: str = "tests.tiny") -> Decoder:
 
 
 def longhand(model: Decoder, prompt: list[int], tokens: int) -> list[int]:
-    """The likeliest continuation, the whole text through the model for every token."""
+    """The greedy continuation, with a forward pass over the whole text for every token."""
     text = list(prompt)
     for _ in range(tokens):
         positions = torch.arange(len(text))[None]
@@ -33,7 +33,7 @@ def longhand(model: Decoder, prompt: list[int], tokens: int) -> list[int]:
 
 
 def logprob(model: Decoder, context: list[int], new: list[int]) -> float:
-    """Of the tokens that follow a context, the whole text through the model at once."""
+    """The log-probability of the tokens after a context, with one forward pass over the whole text."""
     ids = torch.tensor([[*context, *new]])
     logits = model.head(model(ids[:, :-1], SeqInfo(torch.arange(ids.shape[1] - 1)[None])))[0].log_softmax(-1)
     return logits[len(context) - 1 :].gather(1, ids[0, len(context) :, None]).sum().item()
@@ -56,7 +56,7 @@ def test_long_prompts_go_through_the_model_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("fork", FORKS)
 def test_forks_with_other_attention_or_a_recurrence_generate_and_score_as_without_a_cache(monkeypatch, fork):
-    """Prompts of different lengths, of which each pass of the prefill pads another one, and a cache that grows."""
+    """Prompts of different lengths, a different one of which each prefill pass pads, and a cache that grows."""
     monkeypatch.setattr(Cache, "_STEP", 8)
     monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)
     model = tiny(f"tests.forks.right.{fork}")
@@ -87,7 +87,7 @@ def test_a_finished_text_does_not_grow_and_generation_ends_when_all_are_finished
 
 
 def test_scores_are_log_probabilities_and_whether_the_text_is_greedy(monkeypatch):
-    monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)  # contexts and continuations both go in parts
+    monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)  # contexts and continuations are both processed in parts
     model = tiny()
     likeliest = generate(model, PROMPTS, 6, None, GREEDY)
     others = [[*new[:-1], (new[-1] + 1) % 512] for new in likeliest]
@@ -132,4 +132,4 @@ def test_tokens_are_drawn_with_the_probabilities_of_transformers_warpers(samplin
     drawn = draw(logits.expand(rows, -1), sampling, [random] * rows)
     found = torch.bincount(torch.tensor(drawn), minlength=20) / rows
     assert ((found > 0) <= (expected > 0)).all()
-    assert (found - expected).abs().max() < 5 * (0.25 / rows) ** 0.5  # five deviations of the rarest luck
+    assert (found - expected).abs().max() < 5 * (0.25 / rows) ** 0.5  # five standard deviations

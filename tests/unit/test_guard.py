@@ -1,4 +1,4 @@
-"""Nothing of a run of the tests outlives it, however it ends."""
+"""No process or file of a test run outlives it, however it ends."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from tests import guard
 from tests.waiting import until
 
-# As conftest.py does it, with a process that has left for a session of its own.
+# As in conftest.py, with a process in a session of its own.
 PARENT = f"""
 import os, subprocess, sys, time
 folder = sys.argv[1]

@@ -27,7 +27,7 @@ def _head(chunk: int = _TOKENS, seed: int = 0) -> Head:
 
 
 def _inputs(seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Hidden states and labels of which a fifth or so does not count, one of them the first, one the last of a row."""
+    """Hidden states and labels, about a fifth of which do not count, including the first and the last of a row."""
     torch.manual_seed(seed)
     labels = torch.randint(_VOCABULARY, (_BATCH, _SEQ))
     labels[torch.rand(_BATCH, _SEQ) < 0.2] = IGNORE
@@ -94,14 +94,14 @@ def test_loss_and_gradients_equal_cross_entropy(chunk, scale):
 
 
 def test_in_float16_a_loss_scale_keeps_gradients_of_a_large_vocabulary_normal_numbers():
-    """Of Llama's 128,256 softmax values each is about 8e-6, and float16's smallest normal number is 6.1e-5."""
+    """Each of Llama's 128,256 softmax values is about 8e-6, and float16's smallest normal number is 6.1e-5."""
     vocabulary, scale = 128_256, 2.0**10
     torch.manual_seed(0)
     weight, hidden = torch.randn(vocabulary, _DIM) * 0.1, torch.randn(1, 6, _DIM)
     labels = torch.arange(6)[None]
 
     def error(with_scale: bool) -> float:
-        """Of the weight's gradient, in rows of the vocabulary that are no label."""
+        """The error of the weight's gradient, in vocabulary rows that are not labels."""
         head = Head(torch.nn.Identity(), _DIM, vocabulary)
         head.output.weight.data = weight.half().float()
         head.scale = torch.tensor(scale) if with_scale else None
@@ -143,13 +143,15 @@ def test_a_float32_weight_gets_a_gradient_that_is_not_rounded_to_bfloat16(chunk)
     head.norm.bfloat16()
     _, (_, gradient, _) = _run(head, half, labels)
     assert gradient.dtype == torch.float32
-    assert not torch.equal(gradient, gradient.bfloat16().float()) or chunk == _TOKENS  # one chunk's product is bfloat16
+    assert not torch.equal(gradient, gradient.bfloat16().float()) or chunk == _TOKENS  # one chunk's matmul is bfloat16
     _assert_equal((hidden.sum(), [gradient]), (hidden.sum().double(), [_reference(head, hidden, labels)[1][1]]), 0.02)
 
 
 @pytest.mark.parametrize("chunk", [7, 30])
 def test_a_gpu_accumulates_each_matmul_into_the_weights_gradient_once(monkeypatch, chunk):
-    """The CPU has no kernel for float32 sums of bfloat16 matmuls. The first must not read the gradient, which is unwritten."""
+    """The CPU has no kernel for float32 sums of bfloat16 matmuls. The first matmul must not read the gradient, which is
+    uninitialized.
+    """
 
     def mm(left: Tensor, right: Tensor, out: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         assert out.dtype == (out_dtype or left.dtype)
@@ -190,7 +192,7 @@ def test_z_loss_and_softcap_equal_their_formulas_compiled_or_not(compiled, softc
 
 
 def _smoothed(logits: Tensor, labels: Tensor) -> Tensor:
-    """Label smoothing by its formula: a tenth of the loss is that of all tokens alike."""
+    """Label smoothing by its formula, with a tenth of the loss over all tokens."""
     log_probabilities = logits.log_softmax(dim=-1)
     wanted = log_probabilities.gather(1, labels[:, None])[:, 0]
     return -(0.9 * wanted + 0.1 * log_probabilities.mean(dim=-1))

@@ -1,4 +1,4 @@
-"""What counts as an incident, what is done about it, what counts as a spike, and what incidents.jsonl holds afterwards."""
+"""What counts as an incident, the reaction to it, what counts as a spike, and the entries of incidents.jsonl."""
 
 import math
 import random
@@ -119,7 +119,7 @@ def test_a_start_keeps_what_earlier_ones_wrote_and_marks_what_it_repeats(tmp_pat
     expected = [(2, False), (6, True), (9, True), (6, False)]
     assert entries_of(tmp_path) == [("nonfinite", n, "skipped", superseded) for n, superseded in expected]
     before = (tmp_path / INCIDENTS).read_text()
-    incidents_of(tmp_path, "skip", first_step=8)  # nothing is superseded by it that was not
+    incidents_of(tmp_path, "skip", first_step=8)  # it supersedes nothing new
     assert (tmp_path / INCIDENTS).read_text() == before
 
 
@@ -137,7 +137,7 @@ def test_a_rollback_counts_only_for_a_start_from_a_later_checkpoint(tmp_path):
 
 
 def falling(steps: int, seed: int = 0) -> list[StepRecord]:
-    """Losses as of a real run: from 11 down to 3, with noise."""
+    """Losses as in a real run: from 11 down to 3, with noise."""
     noise = random.Random(seed)
     return [StepRecord(n, 0, 3 + 8 * math.exp(-n / 50) + noise.gauss(0, 0.05), 1.0) for n in range(steps)]
 

@@ -40,7 +40,7 @@ def _megatron_index(documents: list[Sequences], code: int) -> bytes:
 
 
 def _megatron(prefix: Path, documents: list[Sequences], code: int = 8, behind: bytes = b"") -> Path:
-    """A pair of files as Megatron-LM writes it; behind: further bytes of NAME.idx."""
+    """A pair of files as Megatron-LM writes it; behind: extra bytes at the end of NAME.idx."""
     ids = [token for document in documents for sequence in document for token in sequence]
     path_of(prefix, "bin").write_bytes(struct.pack(f"<{len(ids)}{_CODES[code][0]}", *ids))
     path_of(prefix, "idx").write_bytes(_megatron_index(documents, code) + behind)
@@ -183,16 +183,16 @@ def test_a_loss_mask_for_another_number_of_tokens_is_refused(pair):
     ("at", "value"),
     [
         (_pointer(3), 2**40),  # past the end
-        (_pointer(3), 4),  # before the document before it
+        (_pointer(3), 4),  # before the previous document
         (_first_sequence(2), 6),
-        (_first_sequence(2), -1),  # must not be counted from the end
+        (_first_sequence(2), -1),  # must not count from the end
         (_first_sequence(2), -(10**9)),
     ],
 )
 def test_an_index_entry_with_a_wrong_offset_is_refused_when_it_is_read(pair, at, value):
     tokens, index = pair
     _patch(index, at, "<q", value)
-    file = TokenFile(tokens.with_suffix(""))  # which looks at the last entries only
+    file = TokenFile(tokens.with_suffix(""))  # checks the last entries only
     for first, last in ((0, 4), (1, 2), (1, 3)):
         with pytest.raises(UserError, match=f"{index}: (document 2|sequence 3) "):
             file.boundaries(first, last)
@@ -231,7 +231,7 @@ def test_a_large_file_is_opened_and_accessed_without_reading_all_of_it(tmp_path)
     tokens, documents = 2**30, 10**7
     with open(tmp_path / "a.bin", "wb") as file:
         file.truncate(2 * tokens)
-    with open(tmp_path / "a.idx", "wb") as file:  # 200 MB of which all is zero but what must not be: all tokens are in one
+    with open(tmp_path / "a.idx", "wb") as file:  # 200 MB of zeros except for required values: all tokens are in one document
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
         file.truncate(_HEADER + (4 + 8 + 8) * documents + 8)
         file.seek(_HEADER + 4 * documents - 8)
@@ -247,7 +247,7 @@ def test_a_large_file_is_opened_and_accessed_without_reading_all_of_it(tmp_path)
     assert opened.document_at(0) == documents - 2  # all before the last one begin at 0, and this one ends elsewhere
     assert opened.ids[tokens // 2 : tokens // 2 + 1] == 0
     assert pickle.loads(pickle.dumps(opened)).tokens == tokens
-    assert _resident() - before < 20 * 10**6  # the smallest of the tables has 40
+    assert _resident() - before < 20 * 10**6  # the smallest of the tables has 40 MB
 
 
 @pytest.mark.parametrize(("damage", "message"), [("missing", "is missing"), ("cut", "truncated since")])
@@ -259,7 +259,7 @@ def test_a_file_that_another_process_can_no_longer_map_is_named(tmp_path, damage
     assert len(packed) < 1000  # it is mapped in the other process
     again = pickle.loads(packed)
     tokens.unlink() if damage == "missing" else tokens.write_bytes(tokens.read_bytes()[:-2])
-    assert again.tokens == 30_000  # which opens nothing
+    assert again.tokens == 30_000  # opens nothing
     with pytest.raises(UserError, match=rf"a\.bin: {message}"):
         _ = again.ids[:]
 
@@ -269,7 +269,7 @@ def test_a_file_that_another_process_can_no_longer_map_is_named(tmp_path, damage
 
 @pytest.fixture
 def written(tmp_path) -> np.ndarray:
-    """The numbers of a file of two blocks and a half, written in pieces that end inside of blocks."""
+    """The values of a file of two and a half blocks, written in pieces that end inside of blocks."""
     values = np.random.default_rng(0).integers(0, 2**16, 5 * BLOCK // 4, dtype=np.uint16)
     with closing(BlockWriter(tmp_path / "a.bin")) as file:
         for piece in np.array_split(values, 7):
@@ -314,7 +314,7 @@ def test_each_process_verifies_a_block_once(tmp_path, written, monkeypatch):
     for _ in range(3):
         array[:]
     assert reads == [0, BLOCK, 2 * BLOCK]
-    pickle.loads(pickle.dumps(array))[:]  # another process knows nothing of what this one has read
+    pickle.loads(pickle.dumps(array))[:]  # another process does not know what this one has verified
     assert reads == 2 * [0, BLOCK, 2 * BLOCK]
 
 

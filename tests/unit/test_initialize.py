@@ -1,4 +1,4 @@
-"""Initial weights: the right distribution, a function of seed, name and position alone, and nothing left unset."""
+"""Initial weights: the right distribution, a function of only seed, name and position, and no value left unset."""
 
 import hashlib
 import math
@@ -47,7 +47,7 @@ def test_kolmogorov_smirnov_distance_to_the_truncated_normal(cutoff):
     wanted = (np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in values]) - low) / mass
     steps = np.arange(count + 1) / count
     distance = max(np.abs(wanted - steps[1:]).max(), np.abs(wanted - steps[:-1]).max())
-    assert distance < 1.95 / count**0.5  # exceeded by one honest sample in a thousand
+    assert distance < 1.95 / count**0.5  # exceeded by one valid sample in a thousand
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.25, 0.75), (0.1, 0.3)])
@@ -122,7 +122,7 @@ def test_values_follow_from_the_hash_and_the_table():
 
 
 def test_values_are_pinned():
-    """Whoever changes these changes the initial weights of every run."""
+    """A change of these values changes the initial weights of every run."""
     values = _with(Normal(0.02), 4, name="layers.0.attention.wq.weight")
     assert [value.hex() for value in values.tolist()] == [
         "-0x1.85868c0000000p-6",
@@ -189,7 +189,7 @@ def test_tied_parameters_stay_one_and_are_initialized_under_the_first_name():
 
 
 def _faults_of(distribution, tensor: torch.Tensor) -> list[str]:
-    """Of a tiny Llama whose first block has another parameter, or a buffer if it holds integers."""
+    """The faults of a tiny Llama whose first block has another parameter, or a buffer if it has integers."""
 
     class Module:
         sharding, flops = tiny.sharding, tiny.flops

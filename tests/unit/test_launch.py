@@ -1,4 +1,4 @@
-"""Which of several failed ranks the launcher names, what it does with signals, and the process that forks the ranks."""
+"""Which of several failed ranks the launcher names, its reaction to signals, and the process that forks the ranks."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ KILL, SEGV, ABORT, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -si
 
 
 def failures(noted: list[tuple[int, int, int]]) -> dict[int, ProcessFailure]:
-    """From (rank, exit code, second) in the order in which the agent has noted them."""
+    """Failures from (rank, exit code, second), in the order in which the agent recorded them."""
     found = {}
     for rank, code, second in noted:
         found[rank] = ProcessFailure(rank, 1000 + rank, code, "no such file")
@@ -31,13 +31,13 @@ def failures(noted: list[tuple[int, int, int]]) -> dict[int, ProcessFailure]:
     ("noted", "rank"),
     [
         ([(1, 1, 50)], 1),
-        ([(0, 1, 50), (1, KILL, 50)], 1),  # found at one look: rank 0 has lost its connection to the killed rank
+        ([(0, 1, 50), (1, KILL, 50)], 1),  # found in one poll: rank 0 has lost its connection to the killed rank
         ([(0, 1, 50), (1, KILL, 51), (2, 1, 51)], 1),  # the second changed in between
         ([(0, 1, 50), (2, 1, 50), (3, SEGV, 50)], 3),
         ([(1, KILL, 50), (0, TERM, 50)], 1),  # somebody has ended rank 0
         ([(3, 2, 50), (0, TERM, 50), (1, TERM, 51)], 3),
         ([(2, 2, 50), (0, KILL, 80)], 2),  # much later
-        ([(0, 1, 50), (1, 2, 50)], 1),  # rank 1 has said what is wrong
+        ([(0, 1, 50), (1, 2, 50)], 1),  # rank 1 has reported the fault
         ([(0, 1, 50), (1, 1, 50)], 0),
         ([(1, 1, 50), (0, ABORT, 60)], 1),  # the watchdog of a survivor
         ([(0, ABORT, 50), (1, KILL, 50)], 1),  # gloo has aborted rank 0, whose connection was lost
@@ -79,12 +79,12 @@ def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_se
 
 # --------------------------------------------------------------------------------------------------- ranks of two lines
 
-# As a rank does in its first moment; the launcher has held the signal back until then.
+# As at the start of a rank; the launcher has blocked the signal until then.
 LISTENS = "import signal, sys, time; from titanlite.launch import stop; stop.listen(); "
 
 
 def start_ranks(launcher: Launcher, *scripts: str) -> Ranks:
-    """Ranks 4, 5, ... of a run that may be started twice more."""
+    """Ranks 4, 5, ... of a run that may be restarted twice."""
     environments = {
         local: {"RANK": str(local + 4), "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "SCRIPT": script}
         for local, script in enumerate(scripts)
@@ -102,7 +102,7 @@ def start_ranks(launcher: Launcher, *scripts: str) -> Ranks:
 
 
 def test_a_rank_ended_by_a_signal_is_named_and_not_its_neighbor_that_ended_before(launcher, tmp_path, monkeypatch):
-    """The kernel takes its time to clear a killed process away; here a fifth of a second, or more on a busy machine."""
+    """The kernel takes time to remove a killed process; here a fifth of a second, or more on a busy machine."""
     monkeypatch.setattr(launch, "_CLEARED", PATIENCE)
     dying = tmp_path / "dying"
     neighbor = f"import os, sys, time\nwhile not os.path.exists({str(dying)!r}): time.sleep(0.01)\nsys.exit(1)"
@@ -112,7 +112,7 @@ def test_a_rank_ended_by_a_signal_is_named_and_not_its_neighbor_that_ended_befor
 
 
 def end_of(ranks: Ranks) -> RunProcsResult:
-    """How the ranks end, as torch's agent sees it."""
+    """How the ranks end, as reported by torch's agent."""
     try:
         result = ranks.wait(timeout=PATIENCE, period=0.05)
         assert result is not None
@@ -144,7 +144,7 @@ def test_only_the_failed_rank_is_recorded_and_not_those_ended_with_it(launcher):
     result = end_of(start_ranks(launcher, "import time; time.sleep(60)", "exit(7)", "import time; time.sleep(60)"))
     assert {local: failure.exitcode for local, failure in result.failures.items()} == {1: 7}
     assert launcher.failure.startswith("rank 5 (process ") and launcher.failure.endswith("ended with exit code 7")
-    assert not launcher.over  # two more starts are left
+    assert not launcher.over  # two restarts are left
 
 
 def test_a_restart_logs_its_reason(launcher, capfd):

@@ -1,4 +1,4 @@
-"""Adapters on one process: what is frozen and what is trained, what the adapted model computes, and how it is merged."""
+"""Adapters on one process: frozen and trained parameters, the results of the adapted model, and merging."""
 
 import logging
 from typing import Any
@@ -126,7 +126,7 @@ def test_flops_are_those_of_the_matmuls_in_a_step():
     config = configuration()
     found = training_flops(FAMILY, config)
     whole = FAMILY.module.flops(FAMILY.config, 32)
-    # twice each number forward, twice for the gradient of the input, twice for its own where it is trained
+    # 2 FLOPs per weight forward, 2 for the gradient of the input, 2 for its own gradient if it is trained
     assert found.palm - (whole.palm - 6 * frozen) == 4 * frozen + 6 * trained
     assert found.causal - (whole.causal - 6 * frozen) == 4 * frozen + 6 * trained
     plain = Config.model_validate({"training": {"seq_len": 32}})
@@ -188,7 +188,7 @@ def test_adapters_on_random_weights_cause_a_warning(caplog, enable):
 
 
 def test_a_familys_own_parameters_may_have_the_names_of_adapters():
-    """A fork that has adapters of its own making is initialized by its own table, and gets no others."""
+    """A fork with its own adapters is initialized by its own table, and gets no others."""
 
     class Module:
         sharding, flops, initial = tiny.sharding, tiny.flops, tiny.initial

@@ -1,4 +1,4 @@
-"""Adam in bfloat16: what it keeps, that small updates are not lost, and that it is float32's Adam but for rounding."""
+"""Adam in bfloat16: its state, that small updates are not lost, and that it equals float32's Adam up to rounding."""
 
 import math
 
@@ -26,7 +26,7 @@ def _optimizer(model: nn.Module, **keys) -> torch.optim.Optimizer:
 
 
 def _held(optimizer: Bfloat16Adam, model: nn.Module) -> torch.Tensor:
-    """A parameter with what is kept beside it."""
+    """A parameter with its optimizer state."""
     return joined(model.weight.detach(), optimizer.state[model.weight].get("remainder"))
 
 
@@ -51,7 +51,7 @@ def _gradients(steps: int) -> list[float]:
 
 @pytest.mark.parametrize(("rounding", "beta2"), [("stochastic", 0.95), ("compensated", 0.999)])
 def test_the_mean_over_many_values_follows_adamw(rounding, beta2):
-    """Each value draws its own chance, so their mean is that of as many runs."""
+    """Each value draws its own random bits, so the mean is that of equally many runs."""
     gradients, lr = _gradients(200), 1e-3
     model = _model(200, 200, value=0.5)
     optimizer = _optimizer(model, lr=lr, beta2=beta2, rounding=rounding, weight_decay=0.1, eps=1e-8)

@@ -36,7 +36,7 @@ def test_every_step_equals_an_independent_formula(decay_type, warmup_steps, deca
         elif done < 0 or decay_steps == 0:
             factor = 1.0
         else:
-            way = decay_steps + (min_lr_factor == 0)  # 0 comes after the last step
+            way = decay_steps + (min_lr_factor == 0)  # 0 is reached after the last step
             factor = min_lr_factor + (1 - min_lr_factor) * _SHAPES[decay_type](min(1.0, done / way))
         assert schedule.at(step) == pytest.approx(lr * factor, rel=1e-12, abs=1e-18), step
 

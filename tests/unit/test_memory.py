@@ -1,4 +1,4 @@
-"""What holds the memory of a rank, and the message when there is no more."""
+"""The memory of a rank by kind, and the message when it runs out."""
 
 import sys
 from typing import Any
@@ -36,7 +36,7 @@ def test_bytes_are_counted_by_kind():
     assert held_memory(model, optimizer, CPU) == held(20 * 4, 0, 0)
     model(torch.ones(2, 3)).sum().backward()
     assert held_memory(model, optimizer, CPU) == held(20 * 4, 20 * 4, 0)
-    optimizer.step()  # two moments of every value, and a float32 that counts the steps of each parameter
+    optimizer.step()  # two moments of every value, and a float32 step count of each parameter
     assert held_memory(model, optimizer, CPU) == held(20 * 4, 20 * 4, 2 * 20 * 4 + 2 * 4)
     optimizer.zero_grad()
     assert held_memory(model, optimizer, CPU) == held(20 * 4, 0, 2 * 20 * 4 + 2 * 4)
@@ -72,7 +72,7 @@ def test_remedies_name_only_features_not_in_use(sections, expected):
 
 @pytest.fixture
 def memory(monkeypatch) -> Memory:
-    """That of rank 3 of 8 before its model is built, on a GPU of 80 GiB that tensors on a CPU stand for."""
+    """The memory of rank 3 of 8 before its model is built, on a simulated GPU of 80 GiB with tensors on the CPU."""
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setattr(errors, "_position", errors._position)

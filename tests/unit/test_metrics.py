@@ -1,4 +1,4 @@
-"""What a run reports: speed without what is not training, metrics.jsonl, TensorBoard."""
+"""The reports of a run: speed of training only, metrics.jsonl, TensorBoard."""
 
 import json
 import math

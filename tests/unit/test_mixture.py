@@ -1,4 +1,4 @@
-"""Several sources as one: how often each may be read, and what their mixture is."""
+"""Several sources as one: how often each may be read, and their mixture."""
 
 import logging
 
@@ -31,7 +31,7 @@ def test_a_run_that_would_read_a_source_too_often_is_refused(tmp_path):
 
 
 def test_samples_that_replace_those_of_a_rollback_do_not_count_as_epochs(tmp_path, caplog, monkeypatch):
-    """Also where the mixture rounds, and after several rollbacks: what fitted at the start still fits, and no more."""
+    """Also if the mixture rounds, and after several rollbacks: exactly what fitted at the start still fits."""
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     config = Config.model_validate({"training": {"seq_len": 8}})
     names = {"a": (7.0, 40 / 30), "b": (2.0, 1.0), "c": (1.0, 5.0)}

@@ -1,4 +1,4 @@
-"""What check-model finds of a model on the meta device, and of its map to Hugging Face's format."""
+"""What check-model finds in a model on the meta device, and in its map to Hugging Face's format."""
 
 from types import SimpleNamespace
 

@@ -35,8 +35,8 @@ def _tokens() -> tuple[torch.Tensor, SeqInfo]:
 # ------------------------------------------------------------------------------------------------------ sizes and FLOPs
 
 
-# The sums of the safetensors headers of the published weights. Gemma 3's 4b, 12b and 27b are published with a part that sees
-# images, 416,867,184 numbers and a matrix onto the text model's features, which are taken off here.
+# The sums of the safetensors headers of the published weights. Gemma 3's 4b, 12b and 27b are published with an image encoder,
+# 416,867,184 parameters and a matrix onto the text model's features, which are subtracted here.
 def _of_text(total: int, dim: int) -> int:
     return total - 416_867_184 - 1152 * dim
 
@@ -105,7 +105,7 @@ def test_flops_equal_those_that_pytorch_counts(name, flavor):
     """Backward costs twice the forward pass; PyTorch counts attention over the whole sequence, as PaLM does."""
     family = load_family(name, flavor)
     model, (tokens, seq) = _model(family), _tokens()
-    # the counter knows no CPU attention kernel; the plain one is made of matmuls
+    # the counter does not support the CPU's attention kernel; the plain one is made of matmuls
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.head(model(tokens, seq))
     assert family.module.flops(family.config, _SEQ).palm == 3 * counter.get_total_flops() / (_BATCH * _SEQ)
@@ -133,7 +133,7 @@ def test_configurations_survive_a_round_trip_through_hugging_face(module):
 
 
 def test_gemmas_published_configurations_are_read():
-    """What the files of gemma-3-1b, of gemma-3-12b's text model and of gemma-2-9b say of positions and layers."""
+    """The positions and layers in the files of gemma-3-1b, of gemma-3-12b's text model and of gemma-2-9b."""
     newer = ("rope_parameters", "layer_types")
     one, twelve, two = (
         {key: value for key, value in gemma3.to_hf(gemma3.FLAVORS[flavor]).items() if key not in newer}
@@ -147,7 +147,7 @@ def test_gemmas_published_configurations_are_read():
 
 
 def test_kimi_k2s_published_configuration_is_read():
-    """What its config.json says, apart from ids, names of code and quantization."""
+    """Its config.json, without ids, names of code and quantization."""
     published = {
         **{"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840, "hidden_act": "silu"},
         **{"num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512},
@@ -183,7 +183,7 @@ def test_features_that_hugging_faces_gemma_lacks_are_not_exported(flavor, change
 
 @every_small_flavor
 def test_a_window_with_documents_allows_what_both_allow(name, flavor):
-    """The documents of a row one by one give what they give packed, windows and all."""
+    """The documents of a row give the same alone as packed, including windows."""
     model = _model(load_family(name, flavor))
     tokens, _ = _tokens()
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12], dtype=torch.int32)
@@ -206,7 +206,7 @@ def test_a_cache_equals_the_whole_sequence_for_any_split(name, flavor, monkeypat
     starts, found = torch.tensor([0, 0]), torch.zeros_like(expected)
     for width, advance in ((7, (7, 4)), (1, (1, 1)), (5, (5, 5)), (1, (1, 1)), (6, (6, 6)), (3, (0, 3))):
         positions = starts[:, None] + torch.arange(width)
-        inside = positions.clamp(max=19)  # what is beyond a row's end is overwritten, or never read
+        inside = positions.clamp(max=19)  # values beyond a row's end are overwritten, or never read
         cache.reserve(int(positions.max()) + 1)
         hidden = model(tokens.gather(1, inside), SeqInfo(positions, cache=cache))
         for row, count in enumerate(advance):

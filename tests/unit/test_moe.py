@@ -1,4 +1,4 @@
-"""An MoE layer on one process: against a loop over tokens, in one graph, with its FLOPs counted; what it excludes."""
+"""An MoE layer on one process: compared with a loop over tokens, in one graph, with its FLOPs counted; what it excludes."""
 
 import itertools
 
@@ -78,7 +78,7 @@ def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens(router, sha
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
 def test_a_grouped_matmul_multiplies_each_group_of_rows_by_its_matrix(monkeypatch, kernel):
-    """PyTorch's kernel computes the same on a CPU, by a loop of its own; a GPU may leave what has no rows unwritten."""
+    """PyTorch's kernel computes the same on a CPU, in a loop; a GPU may leave results without rows unwritten."""
     monkeypatch.setattr(grouped, "_has_kernel", lambda *_: kernel)
     torch.manual_seed(0)
     ends = torch.tensor([3, 3, 10, 10, 12], dtype=torch.int32)
@@ -98,7 +98,9 @@ def test_a_grouped_matmul_multiplies_each_group_of_rows_by_its_matrix(monkeypatc
 
 @pytest.mark.parametrize("ends", [(0, 0, 0), (0, 3, 3), (5, 5, 5)])
 def test_matrices_of_experts_without_rows_have_gradients_of_zero_if_the_kernel_does_not_write_them(monkeypatch, ends):
-    """An expert-parallel rank has one row more than it received, which is nobody's: (0, 0, 0) is a chunk without any."""
+    """An expert-parallel rank has one more row than it received, which belongs to no expert: (0, 0, 0) is a chunk without
+    rows.
+    """
     real = F.grouped_mm
 
     def as_on_blackwell(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ def test_without_rows_gradients_are_zero_and_the_kernel_is_not_called():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_large_matmuls_equal_float64(transposed):
     torch.manual_seed(0)
-    sizes = [300, 0, 212]  # more rows than at a time, and none
+    sizes = [300, 0, 212]  # more rows than fit at a time, and none
     ends = torch.tensor(sizes).cumsum(0).int()
     rows, weights = torch.randn(512, 96), torch.randn(3, *((160, 96) if transposed else (96, 160)))
     assert sizes[2] * weights[0].numel() >= grouped._LARGE and sizes[0] > grouped._AT_A_TIME
@@ -221,7 +223,7 @@ def test_flops_are_counted_by_pytorch_and_by_predictions():
 
 
 def test_a_bfloat16_router_has_the_logits_and_gradients_of_float32(monkeypatch):
-    """What runs on CUDA, but for the one kernel that a CPU lacks: products of bfloat16 numbers are exact in float32 too."""
+    """The CUDA path, except for the one kernel that a CPU lacks: products of bfloat16 numbers are exact in float32 too."""
     calls = []
     monkeypatch.setattr(moe, "_wide_mm", lambda left, right: calls.append(left.dtype) or left.float() @ right.float())
     torch.manual_seed(0)

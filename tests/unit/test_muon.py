@@ -1,4 +1,4 @@
-"""Muon in one process: PyTorch's own, the closed form of its orthogonalization, and what it leaves to AdamW."""
+"""Muon in one process: compared with PyTorch's, with the closed form of its orthogonalization, and its split with AdamW."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_orthogonalization_is_the_polynomial_of_the_singular_values(shape, steps
 def test_steps_equal_those_of_pytorchs_muon_and_adamw(nesterov):
     keys = _KEYS.model_copy(update={"nesterov": nesterov, "momentum": 0.9, "ns_steps": 4})
     ours, theirs = model_of(), model_of()
-    optimizer = build_optimizer(ours, keys, torch.bfloat16)  # as PyTorch's always does
+    optimizer = build_optimizer(ours, keys, torch.bfloat16)  # as in PyTorch's Muon
     rest = [(name, p) for name, p in theirs.named_parameters() if name not in _matrices(theirs)]
     references = [
         torch.optim.Muon(
@@ -67,11 +67,11 @@ def test_steps_equal_those_of_pytorchs_muon_and_adamw(nesterov):
     for name, p in ours.named_parameters():
         moved, wanted = p.detach() - before[name], expected[name].detach() - before[name]
         distance = ((moved - wanted).norm() / wanted.norm()).item()
-        assert distance < (2e-2 if name in _matrices(ours) else 1e-5), name  # of bfloat16, in which both orthogonalize
+        assert distance < (2e-2 if name in _matrices(ours) else 1e-5), name  # both orthogonalize in bfloat16
 
 
 class _Experts(nn.Module):
-    """One stack, or its matrices as parameters of their own."""
+    """One stack, or its matrices as separate parameters."""
 
     def __init__(self, stack: torch.Tensor, apart: bool):
         super().__init__()
@@ -83,7 +83,7 @@ class _Experts(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_of_a_stack_are_those_of_its_matrices(dtype):
     torch.manual_seed(0)
-    first = torch.randn(9, 4, 6)  # with more matrices than rows or columns: the rate is theirs
+    first = torch.randn(9, 4, 6)  # more matrices than rows or columns, since the rate depends on rows and columns
     # stochastic rounding would draw other bits for another name
     keys = _KEYS.model_copy(update={"implementation": "for-loop", "rounding": "compensated"})
     stack, matrices = _Experts(first, False).to(dtype), _Experts(first, True).to(dtype)
@@ -122,7 +122,7 @@ def test_muon_takes_matrices_of_blocks_and_adamw_all_other_parameters():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_that_is_not_finite_changes_nothing_and_gradients_are_scaled(dtype):
-    # as in a run: fused, but where that is compiled
+    # as in a run: fused, unless compiled
     keys = _KEYS.model_copy(update={"implementation": "fused" if dtype == torch.float32 else "for-loop"})
     found = []
     for scale in (1.0, 4.0):

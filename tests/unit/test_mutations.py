@@ -1,4 +1,4 @@
-"""Each planted fault has one place in the tree, wherever its function has moved to, and their page is up to date."""
+"""Each planted fault has exactly one location in the tree, even if its function has moved, and their page is up to date."""
 
 import ast
 

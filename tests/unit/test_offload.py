@@ -1,4 +1,4 @@
-"""Inputs of blocks in the host's memory: the same gradients, one block ahead on the device, and nothing left afterwards.
+"""Inputs of blocks in host memory: the same gradients, one block prefetched to the device, and nothing left afterwards.
 
 The streams of a GPU are simulated here: every copy ends at once. tests/distributed/test_cuda_shim.py runs the program on a
 simulated GPU, and test_cuda.py on a real one.
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """A stream that notes which others it has waited for."""
+    """A stream that records which others it has waited for."""
 
     def __init__(self, device: torch.device):
         self.waited: list[Stream] = []
@@ -54,7 +54,7 @@ def host_copies(monkeypatch) -> list[weakref.ref]:
 
 
 class Layers(nn.Module):
-    """Four blocks of a product and a nonlinearity."""
+    """Four blocks of a matmul and a nonlinearity."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hostile pickles in place of a checkpoint's metadata: each is refused, or read in time and memory of its size."""
+"""Hostile pickles as a checkpoint's metadata: each is refused, or read in time and memory proportional to its size."""
 
 import pickle
 import sys
@@ -35,7 +35,7 @@ def nested(levels: int, width: int, key: bool = True) -> bytes:
 
 
 def copies(parts: int, references: int) -> bytes:
-    """A Size of a long tuple, again and again."""
+    """Repeated Sizes of a long tuple."""
     numbers = pickle.MARK + b"K\x01" * parts + pickle.TUPLE + pickle.MEMOIZE
     made = (b"h\x00" + b"h\x01" + pickle.TUPLE1 + pickle.REDUCE) * references
     return START + SIZE + numbers + pickle.MARK + made + pickle.TUPLE + b"."
@@ -69,7 +69,7 @@ BOMBS = {
 
 
 def read_all() -> None:
-    """In a process of its own: a reader that hangs in C cannot be stopped otherwise."""
+    """In a separate process, since a reader that hangs in C cannot be stopped otherwise."""
     leave_memory(2**30)
     for title, content in BOMBS.items():
         print(title, flush=True)

@@ -1,4 +1,4 @@
-"""The optimizer: who is decayed, the step itself, its state for checkpoints, and the clipping of gradients."""
+"""The optimizer: which parameters decay, the step itself, its state for checkpoints, and gradient clipping."""
 
 import copy
 import math
@@ -104,7 +104,7 @@ def test_the_state_before_the_first_step_is_that_of_pytorch(name, implementation
     keys = Keys(name=name, implementation=implementation, lr=1e-2)
     optimizers = {id(model): build_optimizer(model, keys) for model in (ours, theirs)}
     assert all((value == 0).all() for value in named_state(optimizers[id(ours)], ours).values())
-    optimizers[id(theirs)].state.clear()  # PyTorch makes it in the first step
+    optimizers[id(theirs)].state.clear()  # PyTorch creates it in the first step
     for step in range(3):
         for model in (ours, theirs):
             set_gradients(model, step)
@@ -135,7 +135,7 @@ def test_clipping_equals_pytorchs(group_of_one, scale, max_norm, fused):
         other.grad = mine.grad.clone()
     optimizer = _optimizer(ours.parameters(), fused)
     norm = clip_gradients(optimizer, max_norm)
-    optimizer.step()  # where a fused one divides
+    optimizer.step()  # a fused one divides here
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
     assert norm.shape == ()
     assert norm.dtype == torch.float32

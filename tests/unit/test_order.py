@@ -1,4 +1,4 @@
-"""The order of samples: every epoch a permutation of its own, any position answered at once."""
+"""The order of samples: every epoch has its own permutation, any position is computed directly."""
 
 import time
 
@@ -26,7 +26,7 @@ def test_order_differs_by_epoch_and_seed_and_not_between_calls():
     first = sample_at(np.arange(1000), 1000, seed=0)
     assert np.array_equal(first, sample_at(np.arange(1000), 1000, seed=0))
     for other in (sample_at(np.arange(1000, 2000), 1000, seed=0), sample_at(np.arange(1000), 1000, seed=1)):
-        assert (first == other).mean() < 0.01  # two random permutations agree in one place on average
+        assert (first == other).mean() < 0.01  # two random permutations agree in one position on average
 
 
 def test_seed_and_epoch_are_not_confused():
@@ -54,7 +54,7 @@ def test_far_positions_are_computed_directly(samples):
 
 @pytest.mark.parametrize("count", [3, 4, 5])
 def test_small_counts_reach_every_permutation(count):
-    """Few samples leave a Feistel network few bits: all orders must come up, none far too often."""
+    """Few samples leave a Feistel network few bits: all orders must occur, none far too often."""
     draws = 2400
     orders, seen = np.unique([_order(count, f"0/{epoch}") for epoch in range(draws)], axis=0, return_counts=True)
     every = [1, 1, 2, 6, 24, 120][count]

@@ -1,4 +1,4 @@
-"""Predicted against measured: the cause that is named, the steps that count, and the runs of which nothing is predicted."""
+"""Predicted and measured speed: the named cause, the steps that count, and runs without a prediction."""
 
 import logging
 import re

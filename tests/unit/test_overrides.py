@@ -42,7 +42,7 @@ def test_a_table_and_options_change_the_dimensions_they_name_and_no_others(tmp_p
 
 
 def written_again(folder: Path, config: Config) -> Path:
-    """The configuration as the run folder keeps it."""
+    """The configuration as stored in the run folder."""
     (folder / "config.toml").write_text(to_toml(config))
     return folder / "config.toml"
 
@@ -88,7 +88,7 @@ def test_a_wrong_override_is_refused_by_its_key(overrides, expected):
 
 @dataclass(frozen=True)
 class Own:
-    """A fork's dimensions, of more types than those of models/."""
+    """A fork's dimensions, with more types than those of models/."""
 
     dim: int
     experts: int = 0

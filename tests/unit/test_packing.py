@@ -1,4 +1,4 @@
-"""Best-fit packing: as good as the algorithm it is named after, and no label is lost or stands in two rows."""
+"""Best-fit packing: as good as best-fit decreasing, and no label is lost or in two rows."""
 
 import time
 
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def _naive_best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Free places of each row, by the definition: each piece, the longest first, into the row it leaves least room in."""
+    """Free positions of each row, by the definition: each piece, the longest first, into the row in which it leaves the least
+    room.
+    """
     free: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row, room in enumerate(free) if room >= length]

@@ -1,4 +1,4 @@
-"""The pictures of the pages show what the program does. Their bytes may differ: the memory is a prediction."""
+"""The pictures in the docs show what the program does. Their bytes may differ: the memory is a prediction."""
 
 import re
 from xml.etree import ElementTree
@@ -48,7 +48,7 @@ def test_all_styles_and_steps_are_there():
 def test_a_query_sees_its_own_document_up_to_itself():
     fills = re.findall(r'fill="(#\w+)" stroke', pictures.document_mask().svg())
     seen = [sum(fill != "#ffffff" for fill in fills[144 * panel : 144 * (panel + 1)]) for panel in range(3)]
-    # 12 tokens; documents of 5, 3 and 4 tokens; of these at most 3 keys a query
+    # 12 tokens; documents of 5, 3 and 4 tokens; at most 3 keys per query
     assert seen == [12 * 13 // 2, 5 * 6 // 2 + 3 * 4 // 2 + 4 * 5 // 2, 12 + 6 + 9]
 
 

@@ -6,7 +6,7 @@ from titanlite.checkpoint.pinned import pinned_like
 
 
 def test_copies_do_not_overlap_and_take_hardly_more_than_their_bytes():
-    """The matrices of four blocks of Llama's proportions, moments, a count, and matrices of which this rank has no row."""
+    """The matrices of four blocks with Llama's proportions, moments, a count, and matrices without a row on this rank."""
     shapes = [*[(64, 64), (16, 64), (16, 64), (64, 64), *[(224, 64)] * 3, (64,), (0, 64)] * 4, (2004, 64), (2004, 64)] * 3
     tensors = [torch.full(shape, 1.0) for shape in shapes] + [torch.tensor(7), torch.ones(3, 5, dtype=torch.bfloat16)]
     allocated = []

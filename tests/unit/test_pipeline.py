@@ -1,4 +1,4 @@
-"""Where a model is cut, what a rehearsed schedule says, and which pipelines are refused."""
+"""Where a model is split, what a simulated schedule predicts, and which pipelines are refused."""
 
 import itertools
 import random
@@ -87,7 +87,7 @@ def most_kept(order: list[list[Action]]) -> list[int]:
 
 
 def test_gradients_exist_from_the_first_backward_pass_of_a_stage_on():
-    """Two stages of one rank: activations of 10 and 20 bytes a microbatch, gradients of 100 and 200."""
+    """Two stages of one rank: activations of 10 and 20 bytes per microbatch, gradients of 100 and 200."""
     actions = [Action(kind, stage, 0) for kind, stage in ("F0", "F1", "B1", "B0")] + [Action("F", 1, 1), Action("B", 1, 1)]
     actions = [each._replace(stage=int(each.stage)) for each in actions]
     found = [(kept, made) for _, kept, made in held_after(actions, [10, 20], [100, 200])]
@@ -127,7 +127,7 @@ def test_an_impossible_pipeline_is_refused_before_a_process_starts(config, messa
 
 
 def test_offloading_is_refused():
-    """By the part's own function: on a machine without a GPU the key has no effect."""
+    """By the check's own function, since the key has no effect on a machine without a GPU."""
     config = pipelined(2, cpu_offload=True)
     family = family_of(config.model)
     (fault,) = pipeline_faults(config, family, on_meta(family, config))

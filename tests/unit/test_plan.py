@@ -1,4 +1,4 @@
-"""Predictions: traffic, FLOPs and memory of steps on simulated ranks, and their extrapolation over layers and microbatches."""
+"""Predicted traffic, FLOPs and memory of steps on simulated ranks, and their extrapolation over layers and microbatches."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,7 @@ def test_a_few_layers_give_what_all_layers_give(name, monkeypatch):
 
 @pytest.mark.parametrize("training", [{}, HALF], ids=["float32", "bfloat16"])
 def test_one_process_keeps_the_activations_that_a_rank_of_a_mesh_keeps(training):
-    """It casts parameters itself, and keeps masters in place of their casts; mistaking activations for casts, it kept none."""
+    """One process casts parameters itself, and keeps masters instead of their casts; it once mistook activations for casts."""
     alone, sharded = (predicted(Case(mesh, "deep", training=training)).during("loss").activations for mesh in ({}, SHARD))
     assert alone == pytest.approx(2 * sharded, rel=0.01)  # each of two ranks has half of the batch
 
@@ -133,12 +133,12 @@ def test_flops_are_those_of_the_family_and_recomputation_adds_a_forward_pass():
     config = Case({}).config()
     shape, tokens = tiny.FLAVORS["plain"], config.training.global_batch_size * config.training.seq_len
     flops = family_of(config.model).module.flops(shape, config.training.seq_len).palm * tokens
-    # the attention kernel computes its scores again in the backward pass
+    # the attention kernel recomputes its scores in the backward pass
     scores = 2 * tokens * config.training.seq_len * shape.n_heads * shape.head_dim * shape.n_layers
     assert predicted(Case({})).work.flops == flops + scores
     layers = flops / 3 - 2 * tokens * shape.dim * shape.vocab_size  # one forward pass, without the head
     again = config.model_copy(update={"activation_checkpoint": type(config.activation_checkpoint)(**MODES["full"])})
-    # recomputation stops when it has all that is needed, which the last product of a layer is not
+    # recomputation stops when it has everything needed, which excludes the last matmul of a layer
     last = 2 * tokens * shape.ffn_dim * shape.dim * shape.n_layers
     assert predict(again, 1).work.flops == flops + scores + layers - last
 
@@ -164,7 +164,7 @@ def test_what_a_rank_sends_is_that_of_a_ring(kind, sent):
 
 
 def test_a_measured_size_does_not_depend_on_earlier_allocations():
-    """Garbage that is collected late, a tensor that a thread gives back late, and one whose memory FSDP2 allocates again."""
+    """Garbage that is collected late, a tensor that a thread frees late, and one whose memory FSDP2 allocates again."""
     with Allocations() as watch:
         late, again, kept = (torch.ones(1000) for _ in range(3))
         again.untyped_storage().resize_(0)
@@ -177,7 +177,7 @@ def test_a_measured_size_does_not_depend_on_earlier_allocations():
 
 
 def test_full_shapes_from_which_dtensor_derives_placements_are_no_memory():
-    """PyTorch 2.11 derives those of an update in each step, and 120 GiB were predicted of 8B's."""
+    """PyTorch 2.11 derives those of an update in each step, and 120 GiB were predicted for 8B."""
     with simulated_ranks(64):
         mesh, allocations = init_device_mesh("cpu", (64,)), Allocations()
         with FakeTensorMode(), allocations:

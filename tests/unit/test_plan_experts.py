@@ -1,4 +1,4 @@
-"""Predictions with experts that are split over ranks: what dispatch and combine send, computes and holds, from shapes."""
+"""Predictions with experts that are split over ranks: traffic, FLOPs and memory of dispatch and combine, from shapes."""
 
 import json
 
@@ -42,7 +42,7 @@ def exchanged(prediction: Prediction) -> dict[str, Traffic]:
 
 def test_a_step_dispatches_tokens_and_combines_sums_and_does_the_same_with_gradients():
     """On 2 ranks, each with 128 tokens. Both experts of a token are on the other rank in C(4, 2) of C(8, 2) cases, 3 of 14."""
-    both, away = round(2 * 128 * 11 / 14), round(128 * 11 / 14) - 1  # a token once for each rank, and those that leave
+    both, away = round(2 * 128 * 11 / 14), round(128 * 11 / 14) - 1  # each token once per rank, and those that are sent
     counts = 3 * 8 * 2 * 8  # of 8 parts of the tokens
     assert exchanged(predicted(case({"dp_shard": 2, "ep": 2}))) == {
         "counts": (2 * LAYERS, LAYERS * counts, LAYERS * counts // 2),
@@ -74,11 +74,11 @@ def test_with_the_worst_routing_rank_0_keeps_its_tokens_and_returns_those_of_all
 
 @pytest.mark.parametrize("reduced", slow_but(["none"], ["none", "full"]))
 def test_memory_has_room_for_any_routing(monkeypatch, reduced):
-    """One of two layers runs at a time, and its exchange is the worst moment or near it."""
+    """One of two layers runs at a time, and its exchange is the peak or near it."""
     mesh = {"dp_shard": 2, "ep": 2}
     found = {factor: predicted(case(mesh, reduced, factor)).during("backward") for factor in (0.5, 1.0, 2.0)}
     assert found[0.5].total < found[1.0].total
-    if reduced == "none":  # two matmuls of two chunks; of tokens, all that there are can arrive
+    if reduced == "none":  # two matmuls of two chunks; all tokens may arrive
         assert found[2.0].activations - found[1.0].activations == LAYERS * 2 * 2 * 128 * SHAPE.expert_dim * 4
     monkeypatch.setattr(experts, "temporary_bytes", lambda *_: 0)
     without = predicted(case(mesh, reduced, 1.0)).during("backward")
@@ -91,7 +91,7 @@ def test_a_recorded_step_computes_what_its_busiest_rank_computes_in_each_layer()
     trace = Trace(step=3, mixtures=[RecordedLayer(top_k=2, counts=each) for each in counts])
     mesh = {"dp_shard": 2, "ep": 2}
     balanced, recorded = predicted(case(mesh, factor=2.0)), predicted(case(mesh, factor=2.0), trace)
-    row = 2 * SHAPE.dim * SHAPE.expert_dim  # one product
+    row = 2 * SHAPE.dim * SHAPE.expert_dim  # one matmul
     more = (512 * 12 // 16 - 256) + (512 * 10 // 16 - 256)
     assert recorded.work.flops == balanced.work.flops + 9 * more * row
     assert recorded.memory == balanced.memory

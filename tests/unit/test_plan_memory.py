@@ -1,4 +1,6 @@
-"""What a rank holds at least, by arithmetic, before a run starts: as much as is measured, and a refusal that says what fits."""
+"""A lower bound of a rank's memory, by arithmetic, before a run starts: equal to the measurement, and a refusal names what
+fits.
+"""
 
 from types import SimpleNamespace
 

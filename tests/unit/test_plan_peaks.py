@@ -1,6 +1,6 @@
-"""What a rank holds in each phase of a step is what a prediction says of it, for one microbatch and for several.
+"""A rank's memory in each phase of a step equals the prediction, for one microbatch and for several.
 
-Tensors are real, and other ranks are simulated: when a thread of gloo gives back a buffer would be chance.
+Tensors are real, and other ranks are simulated, since a gloo thread would free buffers at random times.
 """
 
 import re
@@ -38,7 +38,7 @@ CASES = {
 
 
 def peaks(config: Config, ranks: int) -> dict[str, int]:
-    """The most bytes of each phase of the second step, beside masters and optimizer state, which are there before."""
+    """The peak bytes of each phase of the second step, without masters and optimizer state, which exist before."""
     mesh, watch = build_mesh(resolve_degrees(config.parallelism, ranks), "cpu"), Allocations()
     model, optimizer, _ = begin_training(family_of(config.model), config, mesh, CPU)
     last = [*model.layers.values()][-1]
@@ -65,7 +65,7 @@ def test_each_phase_holds_what_is_predicted_of_it(name):
     for phase in PHASES:
         memory = prediction.during(phase)
         predicted = memory.total - memory.masters - memory.moments
-        # of several, what is left of the one before is not counted, nor that the last one frees whole gradients block by block
+        # with several, leftovers of the previous one are not counted, nor that the last one frees full gradients block by block
         assert found[phase] == pytest.approx(predicted, rel=0.01 if CASES[name].accumulation == 1 else 0.06), phase
 
 

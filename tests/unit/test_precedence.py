@@ -1,4 +1,4 @@
-"""Every key: base < file < command line; and what a command changes of a run's configuration leaves none without effect."""
+"""Every key: base < file < command line; and a command's changes of a run's configuration leave no key without effect."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ LAYERS = [("base", "file"), ("base", "option"), ("file", "option")]
 
 
 def read(folder, **layers: dict[str, str]) -> Config:
-    """The configuration of these settings in a base, a file over it, and options."""
+    """The configuration from settings in a base, a file and options."""
     (folder / "base.toml").write_text(toml(layers.get("base", {})))
     (folder / "run.toml").write_text(toml(layers.get("file", {}), "base.toml"))
     return read_config(folder / "run.toml", [f"--{key}={_word(value)}" for key, value in layers.get("option", {}).items()])
@@ -37,7 +37,7 @@ def default(key: str) -> str:
 @pytest.mark.parametrize(("lower", "higher"), LAYERS)
 def test_the_later_layer_counts(tmp_path, lower, higher):
     for key in KEYS:
-        if key == "model.overrides" and higher == "file":  # adds to the table of its base
+        if key == "model.overrides" and higher == "file":  # extends the table of its base
             continue
         section, name = key.split(".")
         values = [other(key)] if default(key) == '"none"' else [other(key), default(key)]  # TOML has no null
@@ -61,21 +61,21 @@ CONDITIONAL = [key for key in FIELDS if key not in OTHERS and effective_when(FIE
 
 
 def settings_of(key: str) -> dict[str, str]:
-    """A run whose key has a value of its own and an effect, and which saves checkpoints and validates."""
+    """A run in which the key has another value and an effect, and which saves checkpoints and validates."""
     return {"checkpoint.enable": "true", "validation.enable": "true"} | setting(key, "none")
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_replay_takes_the_runs_own_configuration(tmp_path, monkeypatch, ranks):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "CHECKS", ())  # but those of keys without effect
+    monkeypatch.setattr(checks, "CHECKS", ())  # except those of keys without effect
     for key in CONDITIONAL:
         Path("run.toml").write_text(toml({"training.global_batch_size": "16", **settings_of(key)}))
         config = read_config("run.toml", [])
         try:
             replayed = replay_config(config, 16, ranks)
         except UserError as error:
-            assert ranks and "the number of processes" in str(error)  # which this mesh cannot have
+            assert ranks and "the number of processes" in str(error)  # invalid on this mesh
         else:
             check_setting(replayed, Path(), ranks or 1)
 

@@ -1,4 +1,4 @@
-"""The engine from text to token files: what it writes, in which shards, and what it does with half-done work."""
+"""From text to token files: what is written, in which shards, and how unfinished work is continued."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ _BAD = '{"text": 3}\n'
 
 
 class _Template:
-    """Stands for a ChatTemplate: a token for each message."""
+    """A fake ChatTemplate: one token per message."""
 
     source = "stand-in"
 
@@ -128,7 +128,7 @@ def test_files_do_not_depend_on_workers_or_units(tmp_path, tokenizer, monkeypatc
     _prepare(tmp_path / "a.jsonl", tmp_path / "three", tokenizer, workers=3, **options)
     assert {"skipped.jsonl", "00000.bin", "00000.idx", "00000.loss", "00001.bin"} <= _files(tmp_path / "one").keys()
     assert _files(tmp_path / "one") == _files(tmp_path / "units") == _files(tmp_path / "three")
-    assert all(ids.count(tokenizer.end_of_text) <= 1 for ids in _documents(tmp_path / "one"))  # not that of the last text
+    assert all(ids.count(tokenizer.end_of_text) <= 1 for ids in _documents(tmp_path / "one"))  # without that of the last text
 
 
 def test_chats_have_a_loss_file_beside_every_shard_and_no_end_of_text(tmp_path, tokenizer, many_units):
@@ -199,7 +199,7 @@ def test_inputs_of_no_documents_are_refused_and_leave_nothing(tmp_path, tokenize
 
 
 class _Interrupt(BaseException):
-    """An end that nothing catches."""
+    """An exception that nothing catches."""
 
 
 def _end(*_: Any, **__: Any) -> None:
@@ -207,7 +207,7 @@ def _end(*_: Any, **__: Any) -> None:
 
 
 def _interrupted(inputs: Any, output: Path, tokenizer: LoadedTokenizer, place: str = "prepare.write_shards", **options) -> None:
-    """Work that ends at a place."""
+    """Work that is interrupted at a point."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(_Interrupt):
         patch.setattr(f"titanlite.data.prepare.{place}", _end)
         _prepare(inputs, output, tokenizer, **options)
@@ -240,7 +240,7 @@ def test_another_command_is_refused_with_what_differs_and_the_remedy(tmp_path, t
     ):
         with pytest.raises(UserError, match=words):
             _prepare(path, tmp_path / "out", **{"tokenizer": tokenizer, **difference})
-    _prepare(path, tmp_path / "out", tokenizer, workers=2)  # their number is no difference
+    _prepare(path, tmp_path / "out", tokenizer, workers=2)  # another number of workers is not a difference
 
 
 def test_changed_inputs_are_refused_with_their_names(tmp_path, tokenizer, many_units):
@@ -296,7 +296,7 @@ def test_a_failed_write_is_reported_and_the_same_command_continues(tmp_path, tok
     path = write_jsonl(tmp_path / "a.jsonl", _TEXTS * 30)
     _prepare(path, tmp_path / "whole", tokenizer)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))  # stands for a disk that is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))  # simulates a full disk
     try:
         with pytest.raises(UserError, match="finished units are kept"):
             _prepare(path, tmp_path / "out", tokenizer, workers=workers)

@@ -1,6 +1,6 @@
-"""Every key changes what a run does where its condition holds, and nothing where it does not.
+"""Every key changes a run if its condition holds, and nothing if it does not.
 
-Two real runs of a few steps are compared: the names of their files, and what metrics.jsonl holds but for times.
+Two real runs of a few steps are compared: the names of their files, and metrics.jsonl except for times.
 """
 
 import datetime
@@ -30,7 +30,7 @@ from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.parallel.mesh import build_mesh, resolve_degrees
 from titanlite.registry.family import vocabulary_of
 
-# A run that is small enough, and in which each key can show its effect.
+# A small run in which each key can show its effect.
 SMALL = {
     "model.name": '"tests.tiny"',
     "model.flavor": '"plain"',
@@ -50,7 +50,7 @@ SMALL = {
     "validation.steps": "1",
     "profiling.profile_freq": "3",
     "float8.emulate": "true",
-    "optimizer.implementation": '"for-loop"',  # which compiles nothing
+    "optimizer.implementation": '"for-loop"',  # compiles nothing
 }
 MOE = {"model.name": '"tests.tiny_moe"', "model.flavor": '"shared"'}
 SOURCES = '[{ path = "other.jsonl" }]'
@@ -91,7 +91,7 @@ MORE: dict[str, dict[str, str]] = {
     "validation.freq": {"validation.freq": "2"},
     "validation.steps": {"validation.steps": "2"},
 }
-# What a run of one rank on a CPU cannot show, or only to who waits; another test names each of these keys.
+# Keys without a quickly visible effect in a run of one rank on a CPU; another test names each of them.
 ELSEWHERE = (
     *("parallelism.*", "activation_checkpoint.*", "compile.*", "dataloader.*", "comm.*", "training.mixed_precision_reduce"),
     *("job.description", "job.print_config", "job.time_limit_minutes", "training.gc_freq", "training.deterministic"),
@@ -128,7 +128,7 @@ def configuration(settings: dict[str, str]) -> Config:
 
 @functools.cache
 def seen(settings: tuple[tuple[str, str], ...]) -> tuple[list[str], list[dict[str, Any]]]:
-    """(names of files, reports but for what depends on time and memory) of a run with these settings."""
+    """(names of files, reports except for times and memory) of a run with these settings."""
     config = configuration(dict(settings)).settled(Hardware(cuda=False))
     data, validation = open_on_every_rank(config, vocabulary_of(config.model))
     home, folder = Path.cwd(), tempfile.mkdtemp()

@@ -1,4 +1,4 @@
-"""What is recorded of a run's time and memory: traces of the right steps, snapshots, records of collectives."""
+"""Records of a run's time and memory: traces of the right steps, snapshots, records of collectives."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def watch_of(config: Config, device: torch.device = CPU) -> Watch:
 
 
 def work(watch: Watch, first: int, last: int) -> None:
-    """Steps of a forward and a backward pass, with a mark in each that has its number."""
+    """Steps of a forward and a backward pass, each with a mark that has its number."""
     model = nn.Linear(3, 5, device=watch.device)
     for step in range(first, last + 1):
         with watch.step(step), record_function(f"mark {step}"):

@@ -19,18 +19,18 @@ from titanlite.loop.divergence import Incidents, StepRecord
 from titanlite.loop.metrics import Reporter
 
 STEPS = 60
-_BAD = 10  # every so many steps there is a spike
+_BAD = 10  # steps between spikes
 
 
 def _away(path: Path) -> Path:
-    """A new name beside a file or folder."""
+    """A new name next to a file or folder."""
     return next(p for n in range(1000) if not os.path.lexists(p := path.with_name(f"{path.name}.away-{n}")))
 
 
 def _replace(path: Path, make: Callable[[Path], object]) -> None:
     while True:
         path.rename(_away(path))
-        with contextlib.suppress(FileExistsError):  # TensorBoard's thread, which opens its file by name, has been faster
+        with contextlib.suppress(FileExistsError):  # TensorBoard's thread, which opens its file by name, was faster
             make(path)
             return
 
@@ -44,12 +44,12 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
     "replace by a folder": lambda path: _replace(path, os.mkdir),
     "rename its folder": lambda path: path.parent.rename(_away(path.parent)),
 }
-_IN_THE_WAY = ("replace by a link", "replace by a FIFO", "replace by a folder")  # until the user takes it away again
+_IN_THE_WAY = ("replace by a link", "replace by a FIFO", "replace by a folder")  # until the user removes it
 
 
 @contextmanager
 def _training(config: Config) -> Iterator[Callable[[int], None]]:
-    """All that rank 0 of a run writes, without training; -> what it does at the report of a step."""
+    """Everything that rank 0 of a run writes, without training; -> a function that reports a step."""
     dump = Path(config.job.dump_folder)
     lock = RunLock(*owned_folders(config))
     stacks.open_dump(dump, 0)
@@ -76,7 +76,7 @@ def _lines(path: Path) -> set[int]:
     return {json.loads(line)["step"] for line in lines if line.startswith("{")}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's, whose folder is gone
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's: its folder is gone
 @pytest.mark.parametrize("seed", range(12))
 def test_every_later_report_is_written_and_the_run_continues(tmp_path, seed):
     draw, dump = random.Random(seed), tmp_path / "run"
@@ -85,7 +85,7 @@ def test_every_later_report_is_written_and_the_run_continues(tmp_path, seed):
         checkpoint=Checkpoint(enable=True),
         metrics=Metrics(enable_tensorboard=True, spike_window=8, spike_threshold=5.0),
     )
-    last = dict.fromkeys(("metrics.jsonl", "incidents.jsonl"), 0)  # the last step at which somebody touched a file
+    last = dict.fromkeys(("metrics.jsonl", "incidents.jsonl"), 0)  # the last step at which a file was changed
     obstacle: Path | None = None  # what is in the way until the next step
     with _training(config) as report:
         for step in range(1, STEPS + 1):

@@ -48,14 +48,14 @@ def start(port, monkeypatch) -> Iterator[Start]:
 
 @pytest.fixture
 def pair(start) -> list[Rendezvous]:
-    """Two nodes that have met."""
+    """Two nodes after their rendezvous."""
     nodes = [start(0), start(1)]
     meet(*nodes)
     return nodes
 
 
 def meet(*launchers: Rendezvous) -> list[RendezvousInfo | Exception]:
-    """What each of them meets, or raises, at the same time."""
+    """The result, or the error, of a simultaneous rendezvous of each launcher."""
     results: list[RendezvousInfo | Exception] = [AssertionError("it never ended")] * len(launchers)
 
     def one(number: int) -> None:
@@ -166,8 +166,8 @@ def test_the_others_end_when_node_0_no_longer_answers_even_if_they_are_stuck(sta
     monkeypatch.setattr(os, "_exit", codes.append)
     nodes = [start(0), start(1)]
     meet(*nodes)
-    with nodes[0].server.lock:  # it accepts connections, as a node does whose launcher hangs
-        until(lambda: codes and nodes[1].lost)  # the watch of node 0 itself may come first
+    with nodes[0].server.lock:  # it accepts connections, like a node whose launcher hangs
+        until(lambda: codes and nodes[1].lost)  # node 0's own watch may be first
     assert codes[0] == 1 and nodes[1].lost.startswith("node 0 has not answered at localhost:")
     assert "the run is over" in capfd.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What may change between a checkpoint and the run that goes on from it: every key has a verdict, and a remedy that works."""
+"""What may change between a checkpoint and the run that resumes from it: every key has a verdict, and a working remedy."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ TINY = {"model": {"name": "tests.tiny", "flavor": "plain"}, "training": {"seq_le
 DATA = learnable_data(Config.model_validate(TINY))
 SOURCE = Path("run/checkpoint/step-00000010")
 
-# Keys of each kind, with another value than that of the run.
+# Keys of each kind, with a value other than the run's.
 MUST_BE_ALLOWED = {"optimizer.lr": 1.0, "float8.enable": True}
 CANNOT_CHANGE = {"training.seq_len": 64, "lora.rank": 4}
 MAY_CHANGE = {"model.flavor": "tied", "training.steps": 30, "parallelism.tensor_parallel_degree": 2, "comm.trace_buf_size": 5}
@@ -52,7 +52,7 @@ def configuration(keys: dict[str, Any] | None = None) -> Config:
 
 
 def stored(keys: dict[str, Any] | None = None, global_batch: int = 8, schedule: Schedule | None = None) -> Manifest:
-    """What a run with these keys has written at step 10."""
+    """The checkpoint of a run with these keys at step 10."""
     config, family = configuration(keys), load_family("tests.tiny", "plain")
     run = RunIdentity(config, family, DATA, global_batch)
     numbers = numbers_of(run, schedule or build_schedule(config), Progress(10, DATA.timeline(8)))
@@ -64,7 +64,7 @@ def setting(config: Config) -> RunIdentity:
 
 
 def resume(keys: dict[str, Any] | None = None, found: Manifest | None = None, global_batch: int = 8) -> Schedule:
-    """The schedule of a run with these keys that goes on from a checkpoint."""
+    """The schedule of a run with these keys that resumes from a checkpoint."""
     config = configuration(keys)
     family = family_of(config.model)
     return check_changes(RunIdentity(config, family, DATA, global_batch), SOURCE, found or stored())
@@ -116,7 +116,7 @@ def test_changes_not_allowed_are_listed_with_both_values_and_a_working_remedy(tm
     words = shlex.split(remedy[remedy.index("--") :])
     path = tmp_path / "run.toml"
     path.write_text("")
-    allowed = read_config(path, words).checkpoint.allow_changes  # as it is typed
+    allowed = read_config(path, words).checkpoint.allow_changes  # as typed
     assert resume(TWO | {"checkpoint.allow_changes": allowed}).lr == 1e-4
 
 
@@ -138,7 +138,7 @@ def test_impossible_changes_cannot_be_allowed(allowed):
 
 
 def test_other_data_must_be_allowed_explicitly():
-    """Text and tokenizer count by what they come to, not by their paths."""
+    """Text and tokenizer are compared by their effect, not by their paths."""
     other = data_of([np.arange(500)], configuration(), 512)
 
     def go_on(*allowed: str) -> None:
@@ -153,7 +153,7 @@ def test_other_data_must_be_allowed_explicitly():
 
 @pytest.mark.parametrize("foreign", [{"config": {}}, {"data": {}}, {"model_source": None}], ids=str)
 def test_a_valid_manifest_of_something_else_is_refused_in_one_sentence(foreign):
-    """Right checksums do not make it a run's: a tool may have written it, or somebody who means harm."""
+    """Correct checksums do not prove that a run wrote it: a tool or an attacker may have."""
     numbers = stored().numbers | foreign
     with pytest.raises(UserError, match=f"{SOURCE}: its (manifest is sound|timeline)"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
@@ -161,14 +161,14 @@ def test_a_valid_manifest_of_something_else_is_refused_in_one_sentence(foreign):
 
 def test_no_run_continues_from_a_checkpoint_of_version_0_1():
     numbers = stored().numbers
-    for name in ("timeline", "model_source", "loss_sum", "loss_count"):  # it had no such entries
+    for name in ("timeline", "model_source", "loss_sum", "loss_count"):  # version 0.2 had no such entries
         del numbers[name]
     with pytest.raises(UserError, match=r"step-00000010: titanlite 0\.1 wrote it, .*model_only = true, or continue .* 0\.2"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
 
 
 def test_a_checkpoint_of_version_0_2_keeps_its_schedule():
-    """It stored every value of the schedule; the length is what the configuration does not say."""
+    """Version 0.2 stored every value of the schedule; only the length is not in the configuration."""
     keys = STABLE | {STEPS: 40}
     found = stored(keys)
     found.numbers["schedule"] = build_schedule(configuration(keys), 20)._asdict()
@@ -240,7 +240,7 @@ def test_a_run_of_another_length_keeps_the_schedule_that_it_began_with(steps):
 
 
 def test_a_kept_schedule_is_kept_by_later_runs():
-    """What counts is the schedule that was followed, not what the keys of its run would make again."""
+    """The schedule that was followed counts, not the one that the keys of its run would give now."""
     second = stored(STABLE | {STEPS: 40}, schedule=build_schedule(configuration(STABLE)))
     assert resume(STABLE | {STEPS: 60}, second).total_steps == 20
 

@@ -1,4 +1,4 @@
-"""RoPE scalings: tables and logits of transformers, the way through config.json, and what refuses which values."""
+"""RoPE scalings: tables and logits of transformers, the round trip through config.json, and which values are refused."""
 
 import copy
 import dataclasses
@@ -122,7 +122,7 @@ def test_logits_are_those_of_transformers_within_and_beyond_the_original_length(
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
 def test_generation_rotates_each_text_by_its_own_maximum_length(name):
-    """A batch of a short and a long prompt, whose logits are those of one pass over the whole text."""
+    """A batch of a short and a long prompt, with the logits of one pass over the whole text."""
     model, _ = _both(tiny, _SCALINGS[name])
     prompts, new = [[5, 6, 7], [i * 11 % 512 for i in range(30)]], 6
     together = generate(model, prompts, new, None, Sampling(temperature=0))
@@ -150,7 +150,7 @@ def test_a_scaling_survives_a_round_trip_through_config_json(module, name):
     exported = json.loads(json.dumps(module.to_hf(config)))
     assert exported["rope_scaling"].items() >= TABLES[name].items()
     assert module.from_hf({**description, **exported, "max_position_embeddings": 8 * _ORIGINAL}) == config
-    if name == "dynamic":  # it follows from the length outside of the table
+    if name == "dynamic":  # it is derived from the length outside of the table
         assert exported["max_position_embeddings"] == 8 * _ORIGINAL
 
 
@@ -186,7 +186,7 @@ def test_a_scaling_by_text_length_is_refused_only_for_training(tmp_path):
 
 
 def test_in_training_seq_len_selects_the_longrope_factors_for_any_packing():
-    """A document has the same rotation alone in a row and beside others, in short and in long samples."""
+    """A document has the same rotation alone in a row and with others, in short and in long samples."""
     scaling = _SCALINGS["longrope"]
     for length in (_SMALL_ORIGINAL, 2 * _SMALL_ORIGINAL):
         alone = torch.arange(length)[None]

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16: right in the mean, by chance that is a function of name, step and position; and remainders, exact."""
+"""Rounding to bfloat16: correct in the mean, with random bits that depend on name, step and position; and exact remainders."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The run directory: one run at a time, a record of every start, files that are whole or unchanged."""
+"""The run directory: one run at a time, a record of every start, files that are complete or unchanged."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_removing_the_lock_file_does_not_admit_a_second_run_unnoticed(tmp_path, 
         held.keep()
         assert caplog.text == ""
         (tmp_path / ".lock").unlink()
-        held.keep()  # as at every report and save
+        held.keep()  # as in every report and save
         assert f"{tmp_path / '.lock'}: somebody has removed it; made again" in caplog.text
         with pytest.raises(UserError, match=f"process {os.getpid()} on "):
             RunLock(tmp_path)
@@ -92,7 +92,7 @@ def test_two_runs_never_train_at_once_in_one_folder_of_checkpoints(linked):
     with closing(RunLock(*owned_folders(a))):
         with pytest.raises(UserError, match=rf"b/checkpoint: another run is training in it \(process {os.getpid()} on "):
             RunLock(*owned_folders(b))
-        assert other_run(owned_folders(b)[0]) == ""  # which is free again
+        assert other_run(owned_folders(b)[0]) == ""  # it is free again
     RunLock(*owned_folders(b)).close()
 
 
@@ -122,7 +122,7 @@ def test_a_run_may_be_copied_with_its_checkpoints_moved_and_reached_by_other_nam
         (tmp_path / "a" / "checkpoint").unlink()
         (tmp_path / "a" / "checkpoint").symlink_to("../new")
         folder = tmp_path / "a"
-    else:  # no version before this one has a lock file there
+    else:  # earlier versions have no lock file there
         (tmp_path / "disk" / ".lock").unlink()
         folder = tmp_path / "a"
     assert list(faults(run_in(folder))) == []

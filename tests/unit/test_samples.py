@@ -1,4 +1,4 @@
-"""What stands in a row under each document policy, which of it is predicted, and in which proportion sources give rows.
+"""The contents and labels of a row under each document policy, and the proportions of sources.
 
 Tokens are numbered through each file from 1 on, so that a token shows its position, and 0 is padding.
 """
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 @pytest.fixture(autouse=True)
 def _dirty(monkeypatch):
-    """Memory that is not cleared holds what other batches have left there."""
+    """Fills memory that is not cleared, as earlier batches would."""
     empty = np.empty
 
     def dirty(*about, **keys) -> np.ndarray:
@@ -44,7 +44,7 @@ def _config(policy: str = "pack", mask: bool = False, seq_len: int = _SEQ_LEN) -
 
 
 def _numbered(lengths: list[int], first: int = 1) -> list[list[int]]:
-    """Documents of these lengths, whose tokens count upwards."""
+    """Documents of these lengths, with consecutive numbers as tokens."""
     ends = np.cumsum([first, *lengths])
     return [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
 
@@ -94,18 +94,18 @@ def test_data_of_no_sample_is_refused_with_key_and_name(tmp_path, policy, tokens
 
 @pytest.mark.parametrize(("policy", "mask"), _EVERY)
 def test_a_source_is_refused_by_name_only_if_none_of_its_samples_has_a_label(tmp_path, policy, mask):
-    """Sources of hardly any labels: many documents of no or one token, many flags of 0."""
+    """Sources with hardly any labels: many documents of no or one token, many zeros in the loss mask."""
     found = {True: 0, False: 0}
     for seed in range(24):
         random = np.random.default_rng(seed)
-        rare = (0.0, 0.01, 0.05)[seed % 3 - 1]  # documents of several tokens, and flags of 1
+        rare = (0.0, 0.01, 0.05)[seed % 3 - 1]  # documents of several tokens, and ones in the loss mask
         lengths = np.where(random.random(100) < rare, random.integers(2, 20, 100), random.integers(0, 2, 100)).tolist()
         lengths += [20] if seed % 4 == 0 else [1] * 20
         documents = _numbered(lengths)
         flags = [[bool(random.random() < rare) for _ in document] for document in documents]
         try:
             data = _data(tmp_path, documents, policy, mask, flags if seed % 2 else None, name=f"{policy} {seed}")
-        except UserError as error:  # not one sample
+        except UserError as error:  # no sample at all
             assert "not one whole sample" in str(error)
             continue
         labels = _counted(_read_all(data))[:, 1:].any()
@@ -121,7 +121,7 @@ def test_a_source_is_refused_by_name_only_if_none_of_its_samples_has_a_label(tmp
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_packed_rows_with_a_mask_are_cut_where_documents_begin(tmp_path, seed):
     lengths = _random_lengths(seed)
-    begins = set(itertools.accumulate(lengths[:-1], initial=1))  # that of an empty document is that of the next one
+    begins = set(itertools.accumulate(lengths[:-1], initial=1))  # an empty document begins where the next one does
     arrays = _read_all(_data(tmp_path, _numbered(lengths), mask=True))
     assert arrays.counted is not None and arrays.documents is not None
     assert arrays.tokens[:, :-1].ravel().tolist() == list(range(1, arrays.tokens[-1, -1]))
@@ -144,7 +144,7 @@ def test_truncated_rows_are_the_beginnings_of_documents(tmp_path, seed, mask):
         kept = document[: _SEQ_LEN + 1]
         padding = _SEQ_LEN + 1 - len(kept)
         assert arrays.tokens[row].tolist() == kept + [0] * padding
-        first = [not mask] * bool(kept)  # with a mask a first token is never predicted
+        first = [not mask] * bool(kept)  # with a mask the first token is never a label
         assert arrays.counted[row].tolist() == first + [True] * len(kept[1:]) + [False] * padding
         if mask:
             assert arrays.documents is not None
@@ -258,7 +258,7 @@ def test_padding_and_unused_tokens_equal_counting(tmp_path, policy, seed):
     data = _data(tmp_path, _numbered(lengths), policy)
     tokens = _read_all(data).tokens
     padding, unused = data.waste(data.sources[0])
-    places = tokens if policy != "pack" else tokens[:, :-1]  # the token that rows share is the next row's first
+    places = tokens if policy != "pack" else tokens[:, :-1]  # the token that two rows share is the first of the next row
     assert padding == pytest.approx((places == 0).mean())
     missing = set(range(1, sum(lengths) + 1)) - set(places.ravel().tolist())
     # a long document that best_fit cuts has a token in two rows, which is counted twice
@@ -275,7 +275,7 @@ def test_weights_are_of_tokens_and_not_of_samples(tmp_path, policy):
     short = opened(write_file(tmp_path / "short", [[1] * n for n in random.integers(5, 9, 300)]), "short", weight=3)
     long = opened(write_file(tmp_path / "long", [[2] * 9] * 100), "long", weight=1)
     data = mix_of([short, long], _config(policy))
-    assert data.waste(data.sources[0])[0] > 0.1  # else samples would be as good a measure
+    assert data.waste(data.sources[0])[0] > 0.1  # otherwise samples would be an equally good measure
     tokens = data.read(*data.locate(np.arange(20_000), 0, data.timeline(1).segments[0])).tokens
     assert (tokens == 1).sum() / (tokens == 2).sum() == pytest.approx(3, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""A trillion tokens: opened, and any step found, in no time and in no memory to speak of."""
+"""A trillion tokens: opened, and any step found, in negligible time and memory."""
 
 import multiprocessing
 
@@ -10,7 +10,7 @@ from tests import sparse_set
 
 @pytest.mark.parametrize("mask", [False, True], ids=["pack", "document mask"])
 def test_a_trillion_tokens_open_and_a_far_step_is_found_in_bounded_memory(tmp_path, assets, mask):
-    """Promised are 2 s, 1 s and 500 MB; benchmarks/data.py measures the times."""
+    """The limits are 2 s, 1 s and 500 MB; benchmarks/data.py measures the times."""
     (tmp_path / "set").mkdir()
     sparse_set.write(tmp_path / "set")
     with multiprocessing.get_context("spawn").Pool(1) as pool:  # the memory of a rank, not of pytest

@@ -1,4 +1,4 @@
-"""Attention sinks and clamped experts with biases: each is what its formula says, written out here."""
+"""Attention sinks and clamped experts with biases, compared with their formulas."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_flex_attention_gets_its_sinks_from_the_log_sum_exp(monkeypatch, mask, s
 
 
 def test_the_published_configuration_is_read():
-    """What the file of gpt-oss-20b says."""
+    """The config.json of gpt-oss-20b."""
     scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
     published = {
         **{"model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu"},

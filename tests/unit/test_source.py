@@ -1,4 +1,4 @@
-"""The code of a model: which modules it is, that only changes of what it does count, and what a resume says about them."""
+"""The code of a model: its modules, that only changes of behavior count, and the message of a resume."""
 
 import importlib
 import json
@@ -110,7 +110,7 @@ MINE = ["helpers_of_mine", "own", "own.later", "own.layers", "own.model", "own.p
 
 def test_the_code_of_a_model_is_everything_that_it_imports_except_libraries(own):
     assert list(source_of(own())) == [*MINE[:1], *ZOO, *MINE[1:]]
-    assert "own.later" not in sys.modules  # nothing is imported for it
+    assert "own.later" not in sys.modules  # not imported
     assert list(source_of(llama3)) == ZOO
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_is_edited_while_a_run_trains_does_not_change_what_the_run_w
 
 
 def resume(module: ModuleType, found: Manifest | None, allowed: list[str]) -> Manifest:
-    """Continues from what a run has written; -> what the run with this code writes."""
+    """Continues from a run's checkpoint; -> what the run with this code writes."""
     config = configuration({"checkpoint.allow_changes": allowed})
     run = RunIdentity(config, Family(module, llama3.FLAVORS["debug"]), DATA, 8)
     if found:

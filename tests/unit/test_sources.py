@@ -1,4 +1,4 @@
-"""What a path of the configuration stands for, what is made of text and kept, and which damage is reported before training."""
+"""What a path of the configuration means, what is made from text and cached, and which damage is reported before training."""
 
 import json
 import multiprocessing
@@ -39,7 +39,7 @@ def loaded(assets) -> LoadedTokenizer:
 
 @pytest.fixture
 def tokenized(tmp_path, loaded) -> Path:
-    """A folder of three shards, as `titanlite tokenize` makes it."""
+    """A folder of three shards, as written by `titanlite tokenize`."""
     text, folder = write_jsonl(tmp_path / "for-tokenized.jsonl"), tmp_path / "tokenized"
     prepare.prepare([str(text)], folder, loaded, append_eos=True, workers=1, shard_tokens=1000, on_error="fail")
     assert len(read_manifest(folder)["shards"]) == 3

@@ -1,4 +1,4 @@
-"""A sequence split over ranks: what each rank has, and that its attention is that of the whole sequence."""
+"""A sequence split over ranks: the part of each rank, and that its attention equals that of the whole sequence."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +73,7 @@ def test_a_window_as_long_as_the_whole_sequence_needs_no_mask_and_a_shorter_one_
     (split, _) = splits(2, "gather")
     seq = SeqInfo(split.positions[None], split=split)
     assert with_mask(seq, LENGTH).mask is None
-    assert with_mask(seq, LENGTH - 1).mask.shape == (1, 1, LENGTH // 2, LENGTH)  # longer than what this rank has
+    assert with_mask(seq, LENGTH - 1).mask.shape == (1, 1, LENGTH // 2, LENGTH)  # longer than this rank's part
 
 
 class Own(AttentionCore):

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it fails, crashes, or is ended while it hangs."""
+"""The stack dumps of a rank that fails, crashes, or is ended while it hangs."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import PATIENCE
 from titanlite.launch import stacks
 
-# Where the launcher has blocked SIGQUIT, as it does for every rank.
+# With SIGQUIT blocked, as the launcher does for every rank.
 RANK = """
 import ctypes, os, signal, sys
 from pathlib import Path
@@ -31,7 +31,7 @@ stacks.close_dump()
 
 
 def start(folder: Path, deed: str) -> subprocess.Popen[str]:
-    """Rank 3 of something, with its dump open."""
+    """Rank 3 of a run, with its dump open."""
     script = RANK.format(folder=str(folder), deed=deed)
     environment = os.environ | {"RANK": "3", "WORLD_SIZE": "4"}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a rank does at a request to stop, and when its time is over."""
+"""The reaction of a rank to a request to stop, and to its time limit."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import PATIENCE
 from titanlite.launch import stop
 
-# Gets signals from itself, one after the other, and says what it has heard if it is still there.
+# Sends itself signals, one after the other, and prints what it has received if it is still running.
 LISTENER = """
 import os, signal, sys
 from titanlite.launch import stop
@@ -39,7 +39,7 @@ def listen(*signals: str, before: str = "", after: str = "") -> tuple[int, str]:
         (["SIGTERM"], "SIGTERM"),
         (["SIGUSR1"], "SIGUSR1"),
         (["SIGUSR2", "SIGUSR2"], "SIGUSR2"),
-        (["SIGUSR2", "SIGTERM", "SIGUSR2"], "SIGTERM"),  # a scheduler has signalled this rank and the launcher
+        (["SIGUSR2", "SIGTERM", "SIGUSR2"], "SIGTERM"),  # a scheduler has signaled this rank and the launcher
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -54,7 +54,7 @@ def test_a_second_request_ends_the_rank_by_its_signal(signals):
 
 def test_a_second_request_ends_a_rank_that_is_stuck_in_a_library():
     stuck = "import ctypes, threading; threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()"
-    stuck += "; ctypes.CDLL(None).pause()"  # the first signal has returned from it already: only the second one interrupts
+    stuck += "; ctypes.CDLL(None).pause()"  # the first signal has already returned from it: only the second one interrupts
     assert listen("SIGTERM", after=stuck) == (-signal.SIGTERM, "")
 
 

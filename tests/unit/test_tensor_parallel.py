@@ -1,4 +1,4 @@
-"""Tensor parallelism of a simulated rank: what it copies beside its collectives, and which sequences its tokens are of."""
+"""Tensor parallelism of a simulated rank: copies around its collectives, and the sequences of its tokens."""
 
 from collections import Counter
 from typing import Any
@@ -21,19 +21,19 @@ COLLECTIVES = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::re
 
 
 class BesideCollectives(TorchDispatchMode):
-    """Counts collectives, and copies as large as `size` that make what one sends or read what one has received."""
+    """Counts collectives, and copies as large as `size` that produce their input or read their result."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
         self.found: Counter[str] = Counter()
-        self.copied: set[int] = set()  # storages that a copy has made
+        self.copied: set[int] = set()  # storages that a copy has created
         self.received: set[int] = set()
-        self.alive: list[torch.Tensor] = []  # so that no storage is used again
+        self.alive: list[torch.Tensor] = []  # so that no storage is reused
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor: its operations come again, on local tensors
+            return NotImplemented  # a DTensor: its operations are dispatched again on local tensors
         result, name = operation(*args, **(kwargs or {})), operation._schema.name
         read, made = (
             [each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)] for tensors in ((args, kwargs), result)

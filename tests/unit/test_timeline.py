@@ -1,4 +1,4 @@
-"""Which samples a step has: after resumes with another batch or mixture, after rollbacks, and from checkpoints of 0.2."""
+"""The samples of a step: after resumes with another batch or mixture, after rollbacks, and from checkpoints of 0.2."""
 
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ CONFIG = Config.model_validate({"training": {"seq_len": SEQ_LEN, "local_batch_si
 
 
 def numbers_of(data: Data, timeline: Timeline, step: int) -> dict[str, Any]:
-    """What the manifest of a checkpoint holds of the data, written and read."""
+    """The data entries in a checkpoint's manifest, written and read back."""
     segment, samples = timeline.at(step + 1)
     numbers = {"step": step, "samples": samples, "global_batch": segment.global_batch, "data": data.describe()}
     return json.loads(json.dumps(numbers | {"timeline": timeline.numbers()}))
@@ -83,7 +83,7 @@ def test_after_changes_of_weights_and_sources_each_source_continues_with_its_nex
     for number, (name, count) in enumerate({"a": 500, "b": 300, "c": 200}.items()):
         assert seen[name] == sample_at(np.arange(len(seen[name])), count, f"0/{number}").tolist()  # none skipped
         assert len(set(seen[name])) == len(seen[name]) > 50  # none repeated
-    for data, before, steps in whole:  # the last checkpoint still says what each step had
+    for data, before, steps in whole:  # the last checkpoint still has the samples of each step
         assert located(data, timeline, steps) == located(data, before, steps)
 
 
@@ -122,7 +122,7 @@ def test_rollbacks_say_which_attempts_a_step_has_had():
 
 
 def test_the_samples_of_a_run_with_all_events_are_those_of_titanlite_0_2(parts):
-    """The digest is of that version's samples. Each phase resumes, goes back after so many steps, and does some more."""
+    """The digest is that of version 0.2's samples. Each phase resumes, rolls back after these steps, and continues."""
     phases = [  # weights, global batch, rollbacks after steps, steps
         ({"a": 1, "b": 1}, 8, [], 7),
         ({"a": 1, "b": 1}, 12, [3], 5),

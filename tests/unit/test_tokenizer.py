@@ -1,4 +1,4 @@
-"""The tokenizer: which one a configuration names, what of it is taken and what is not, and how a default one is trained."""
+"""The tokenizer: which one a configuration names, which of its settings apply, and how the default one is trained."""
 
 import json
 import string
@@ -108,7 +108,7 @@ def test_the_digest_distinguishes_tokenizers_but_not_their_files(assets, tmp_pat
 
 
 def _byte_fallback() -> Tokenizer:
-    """As Llama 2's: a space is part of an entry, and a character that no entry has is encoded by its bytes."""
+    """As in Llama 2: a space is part of an entry, and a character without an entry is encoded as bytes."""
     entries = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *string.ascii_lowercase, "▁", "▁t", "▁th", "▁the"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
     vocabulary = {entry: number for number, entry in enumerate(entries)}
@@ -122,7 +122,7 @@ def _byte_fallback() -> Tokenizer:
 
 def _with_added_entries() -> Tokenizer:
     tokenizer = train_tokenizer(_TEXTS)
-    tokenizer.add_tokens(["<think>", "    "])  # entries of text in a vocabulary whose other entries spell bytes
+    tokenizer.add_tokens(["<think>", "    "])  # text entries in a vocabulary whose other entries are bytes
     return tokenizer
 
 
@@ -135,7 +135,7 @@ def _with_added_entries() -> Tokenizer:
     ids=["byte fallback", "added entries"],
 )
 def test_bytes_of_ids_sum_to_those_of_the_decoded_text_for_every_kind_of_vocabulary(make, texts, leading):
-    """But for the space before a word, which a text does not begin with."""
+    """Except for the space before a word, with which a text does not begin."""
     tokenizer = make()
     loaded = describe(tokenizer, None, "a test")
     lengths = byte_lengths(loaded)

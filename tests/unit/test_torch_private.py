@@ -1,4 +1,4 @@
-"""PyTorch's private names: which are gone, and that they stand in two files alone."""
+"""PyTorch's private names: which are gone, and that only two files have them."""
 
 import ast
 import contextlib
@@ -17,8 +17,8 @@ from titanlite.ground import torch_private
 from titanlite.ground.torch_private import NAMES, VERSIONS, resolve
 
 ROOT = Path(__file__).parents[2]
-FILES = {Path(torch_private.__file__), Path(models.torch_private.__file__)}  # the latter is imported only if all are there
-# What is private to others, or is private by its spelling only.
+FILES = {Path(torch_private.__file__), Path(models.torch_private.__file__)}  # the latter is imported only if all names exist
+# Private names of other libraries, and names that only look private.
 OTHERS = {
     "_replace", "_asdict", "_fields", "_field_defaults",  # of named tuples
     "_exit", "_getframe", "_current_frames",  # os, sys
@@ -83,7 +83,7 @@ INHERITED_NAMES = {name.path.rpartition(".")[2] for name in INHERITED}
 
 
 def is_there(path: str) -> bool:
-    """Whether a module has a name, or a class an attribute, which its source may set on each object."""
+    """Whether a module has a name, or a class an attribute, which its code may set on each instance."""
     with contextlib.suppress(AttributeError, ImportError):
         resolve(path)
         return True
@@ -102,7 +102,7 @@ def test_every_private_name_exists_in_this_pytorch():
 
 
 def test_a_name_is_found_regardless_of_earlier_imports():
-    """Each in a process that has imported torch alone; torch._functorch.config was missing where dynamo was not loaded."""
+    """Each in a process that has only imported torch; torch._functorch.config was missing if dynamo was not loaded."""
     program = """
 import os
 from titanlite.ground.torch_private import NAMES, resolve

@@ -1,5 +1,6 @@
-"""What the machine cannot read, for lack of memory or by an error of the disk, is no fault of the file: nothing is renamed,
-removed or called damaged for it."""
+"""A file that the machine cannot read, for lack of memory or a disk error, is not at fault: it is not renamed, removed or
+called damaged.
+"""
 
 import errno
 import os
@@ -22,7 +23,7 @@ _BLAMES = re.compile(r"damaged|refused|broken|truncated|not a |not an |missing|r
 
 
 class Machine:
-    """Lets the opening or reading of a file fail at the n-th time."""
+    """Makes the n-th opening or reading of a file fail."""
 
     def __init__(self, error: BaseException):
         self.error, self.left = error, -1
@@ -56,14 +57,14 @@ def machine(request, monkeypatch) -> Machine:
 
 
 def _failures(kind: Kind, machine: Machine) -> Iterator[BaseException]:
-    """What a reader raises when its first, second, ... opening or reading fails."""
+    """The errors of a reader when its first, second, ... opening or reading fails."""
     for number in range(1, 100):
         machine.left = number
         try:
             kind.read()
         except (UserError, OSError, MemoryError) as error:
             yield error
-        if machine.left > 0:  # it has less
+        if machine.left > 0:  # it does fewer
             return
 
 

@@ -1,4 +1,4 @@
-"""One reader for files from outside: nothing else opens them; and no name that a file holds is imported."""
+"""One reader for files from outside: nothing else opens them; and no name in a file is imported."""
 
 import ast
 import sys
@@ -22,12 +22,12 @@ from titanlite.registry.family import family_of
 from titanlite.tools.open_model import open_model
 
 ROOT = Path(__file__).parents[2]
-# Calls that open a file for reading, or run what one holds. A mode of "w", "a" or "x" writes.
+# Calls that open a file for reading, or run its contents. A mode of "w", "a" or "x" writes.
 _OPENS = {
     "open", "read_text", "read_bytes", "loads", "load", "safe_open", "memmap", "fromfile", "from_file", "from_pretrained",
     "import_module", "Unpickler", "FileSystemReader", "ParquetFile", "load_from_disk", "load_dataset_builder",
 }  # fmt: skip
-# The places that may, and why.
+# Functions that may, and why.
 ALLOWED = {
     "ground/untrusted.py": {"open": "the reader", "loads": "the reader"},
     "ground/files.py": {"open": "to sync it, or to see whether it is still there"},
@@ -66,7 +66,7 @@ def _opening_calls(tree: ast.AST) -> Iterator[str]:
             function = node.func
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
             if name in ("read_text", "read_bytes", "load") and isinstance(function, ast.Name):
-                continue  # the reader's; a function of its own file
+                continue  # the reader itself; a function of its own file
             if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "untrusted":
                 continue
             modes = [word.value for word in node.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]

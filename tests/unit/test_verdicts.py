@@ -1,4 +1,6 @@
-"""No verdict hangs on seconds or on the last bit, where a line shows it; `make campaign PART=processors` finds the rest."""
+"""No assertion depends on seconds or on the last bit, as far as one line shows it; `make campaign PART=processors` finds the
+rest.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders by transformers, and checkpoints that import-hf makes of them."""
+"""Folders that transformers wrote, and checkpoints that import-hf makes from them."""
 
 import shutil
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests import hf_folders
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Callable[..., Path]:
-    """Folders by transformers, each written once; not to be changed."""
+    """Folders that transformers wrote, each once; must not be changed."""
     written: dict[tuple, Path] = {}
 
     def source(name: str, flavor: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -26,13 +26,13 @@ def sources(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture
 def source(sources, tmp_path) -> Path:
-    """A folder of a test's own, of three files."""
+    """A test's own folder, with three files."""
     return shutil.copytree(sources("tests.tiny", "plain"), tmp_path / "source")
 
 
 @pytest.fixture(scope="module")
 def imported(sources, pools, tmp_path_factory) -> Callable[..., Path]:
-    """Checkpoints that import-hf makes of these folders."""
+    """Checkpoints that import-hf makes from these folders."""
     made: dict[tuple, Path] = {}
 
     def checkpoint(name: str, flavor: str, dtype: torch.dtype = torch.float32) -> Path:

@@ -1,4 +1,4 @@
-"""Each key of config.json is used as transformers uses it, or changes nothing, or refuses the folder by its name."""
+"""Each key of config.json is used as in transformers, changes nothing, or is refused by name."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ FAMILIES = {
     "gemma2": Family(gemma3, gemma3.Config(**{**gemma3._GEMMA_2, **_GEMMA, "local_rope_theta": 1e4})),
     "gemma3": Family(gemma3, gemma3.Config(**_GEMMA, global_every=2, rope_factor=8.0)),
 }
-# What is put in place of a value, or beside the keys that are there.
+# Replacements of a value, and values of additional keys.
 _ANY = [None, True, False, 0, 1, 2, 3, 0.5, 1e-2, "0.5", "silu", "x", [], {}, {"rope_type": "default", "rope_theta": 77.0}]
 _TABLES = [
     {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
@@ -71,7 +71,7 @@ _MORE = {
     "num_experts_per_tok": [4, 5],
     "mlp_only_layers": [[0]],
 }
-# What a description may have besides, with the values of _ANY.
+# Additional keys of a description, with the values of _ANY.
 _BESIDES = (
     *("partial_rotary_factor", "attention_dropout", "sliding_window_pattern", "use_sliding_window", "max_window_layers"),
     *("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "embedding_multiplier"),
@@ -87,7 +87,7 @@ def changes_of(description: dict) -> list[tuple[str, object]]:
 
 
 def theirs_with(weights: dict[str, Tensor], description: dict) -> Tensor | None:
-    """The logits of transformers; None where it cannot make a model with these weights of the description."""
+    """The logits of transformers; None if it cannot build a model with these weights from the description."""
     try:
         description = copy.deepcopy(description)
         config = AutoConfig.for_model(description.pop("model_type"), **description)
@@ -97,7 +97,7 @@ def theirs_with(weights: dict[str, Tensor], description: dict) -> Tensor | None:
             assert missing == ["lm_head.weight"] and config.tie_word_embeddings
         with torch.no_grad():
             return model.eval()(_TOKENS).logits
-    except Exception:  # whatever its classes raise for a description that is none
+    except Exception:  # anything that its classes raise for an invalid description
         return None
 
 
@@ -111,7 +111,7 @@ def ours_with(weights: dict[str, Tensor], family: Family) -> Tensor:
 
 
 def attack(folder: Path, name: str, share: float) -> tuple[int, int, list[str]]:
-    """(changes with equal logits, changes refused, changes with other logits) among a share of all changes, seeded."""
+    """(changes with equal logits, refused changes, changes with other logits) in a random share of all changes."""
     family = FAMILIES[name]
     model = their_model(family)
     weights = {key: value.clone() for key, value in model.state_dict().items()}

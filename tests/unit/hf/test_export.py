@@ -1,4 +1,4 @@
-"""An export is what was imported, bit for bit, and what transformers and the safetensors library read."""
+"""An export equals the imported model bit for bit, and transformers and the safetensors library read it."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from titanlite.registry.family import described, load_family
 
 
 def export(source: Path, *words, **keys) -> list[Path]:
-    """An export whose command names the module of the model, as it is in the checkpoint."""
+    """An export whose command names the model's module, as in the checkpoint."""
     return exporting.export(source, *words, **keys, named=manifest.read(source).numbers["config"]["model"]["name"])
 
 
@@ -59,7 +59,7 @@ def test_the_export_has_every_key_of_config_json_that_was_read(sources, imported
     export(imported(name, flavor), tmp_path / "out", assets=str(tmp_path / "source"))
     written = json.loads((tmp_path / "out/config.json").read_text())
     read_keys = (description.used | {"bos_token_id", "eos_token_id", "pad_token_id"}) & theirs.keys() - {"rope_parameters"}
-    assert described(family.module, read_description(tmp_path / "out")) == family.config  # also by its older spelling
+    assert described(family.module, read_description(tmp_path / "out")) == family.config  # also with its older name
     assert {key: written.get(key, "missing") for key in read_keys} == {key: theirs[key] for key in read_keys}
 
 
@@ -100,7 +100,7 @@ def test_leftovers_of_a_killed_export_are_removed(imported, tmp_path):
 
 
 def test_a_family_that_has_changed_since_the_checkpoint_is_not_exported(imported, monkeypatch, tmp_path):
-    checkpoint = imported("tests.tiny", "plain")  # which other tests use too
+    checkpoint = imported("tests.tiny", "plain")  # other tests use it too
     monkeypatch.setitem(tiny.FLAVORS, "plain", dataclasses.replace(tiny.FLAVORS["plain"], rope_theta=7.0))
     with pytest.raises(UserError, match="plain has changed since it was saved"):
         export(checkpoint, tmp_path / "out")

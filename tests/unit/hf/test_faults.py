@@ -1,4 +1,4 @@
-"""Commands and configurations that cannot be: refused by name, before any process starts."""
+"""Invalid commands and configurations are refused by name, before any process starts."""
 
 import importlib
 import shutil
@@ -36,7 +36,7 @@ RUN_FAULTS = {
 
 @pytest.fixture
 def place(sources, imported, tmp_path, monkeypatch) -> Path:
-    """The working folder, with source, damaged, and weights, which import-hf has made of source."""
+    """The working folder, with source, damaged, and weights, which import-hf made from source."""
     shutil.copytree(sources("tests.tiny", "plain"), tmp_path / "source")
     shutil.copytree(tmp_path / "source", tmp_path / "damaged")
     remove(NORM)(tmp_path / "damaged")

@@ -1,4 +1,4 @@
-"""What a folder holds is read bit for bit, and faults are reported by name before anything is read."""
+"""Folders are read bit for bit, and faults are reported by name before any tensor is read."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_a_parameter_missing_from_the_table_is_named(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("name", "flavor"), CASES)
 def test_every_parameter_is_the_tensor_of_the_file(sources, monkeypatch, name, flavor, dtype):
-    monkeypatch.setattr("titanlite.hf.load._CHUNK", 1000)  # several reads a tensor, the last one shorter
+    monkeypatch.setattr("titanlite.hf.load._CHUNK", 1000)  # several reads per tensor, the last one shorter
     folder = sources(name, flavor, dtype)
     model, stored = read(folder, name, flavor), tensors_of(folder)
     module, names = load_family(name, flavor).module, set()
@@ -115,7 +115,7 @@ def test_experts_that_are_missing_or_have_wrong_shapes_are_named_individually(so
 
 
 def put(name: str) -> Callable[[Path], object]:
-    """What puts one tensor more into a file, of which the index does not know."""
+    """A function that adds a tensor to a file, but not to the index."""
     return lambda folder: change(folder, NORM, lambda tensors: tensors.update({name: torch.zeros(2)}))
 
 
@@ -131,7 +131,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_a_folder_are_named_before_any_tensor_is_read(source, monkeypatch, fault):
-    read(source, "tests.tiny", "plain")  # it was sound
+    read(source, "tests.tiny", "plain")  # valid before the damage
     damage, message = FAULTS[fault]
     damage(source)
     monkeypatch.setattr("titanlite.hf.load._slice", None)

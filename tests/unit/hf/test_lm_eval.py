@@ -1,4 +1,4 @@
-"""On one folder in Hugging Face's format, titanlite eval gives the numbers of lm-eval's own `hf` model."""
+"""On a folder in Hugging Face's format, titanlite eval gives the results of lm-eval's own `hf` model."""
 
 import json
 import math
@@ -14,8 +14,8 @@ from tests.hf_folders import write
 from titanlite.tools.harness import Harness
 from titanlite.tools.open_model import open_model
 
-LENGTH = 32  # tokens that the models read at once
-# Contexts and answers of unequal lengths, an empty context, one that spells out the bos_token, one longer than LENGTH.
+LENGTH = 32  # the most tokens that the models read at once
+# Contexts and answers of unequal lengths, an empty context, one that contains the bos_token as text, one longer than LENGTH.
 QUESTIONS = [
     {"context": "one two three", "answers": [" four", " nine"], "right": 0},
     {"context": "six seven ", "answers": ["eight nine ten", "one"], "right": 1},
@@ -36,7 +36,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """All results and responses, of titanlite and of lm-eval's `hf` model; in a rank of a pool, of one process."""
+    """All results and responses, of titanlite and of lm-eval's `hf` model; runs in a pool of one rank."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}  # before the imports
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM

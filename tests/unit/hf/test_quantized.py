@@ -1,4 +1,4 @@
-"""Quantized folders are read as their values: equal to a dequantization that is written out in tests/quantized_files.py."""
+"""Quantized folders are dequantized on reading, with the values of the independent code in tests/quantized_files.py."""
 
 import json
 import random
@@ -71,13 +71,13 @@ DEEPSEEK = "tests.tiny_deepseek_v3"
 
 @pytest.fixture(scope="module")
 def float8(sources, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
-    """A folder of DeepSeek-V3 in float8, and its values; not to be changed."""
+    """A folder of DeepSeek-V3 in float8, and its values; must not be changed."""
     folder = tmp_path_factory.mktemp("quantized") / "float8"
     return folder, write_float8(folder, sources(DEEPSEEK, "plain"))
 
 
 def test_a_float8_folder_gives_the_logits_of_transformers(sources, tmp_path):
-    """In blocks of 8 x 8: those of transformers must divide each matrix."""
+    """In blocks of 8 x 8, since transformers' blocks must divide each matrix."""
     write_float8(tmp_path / "even", sources(DEEPSEEK, "plain"), (8, 8))
     how = FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "even", dtype=torch.float32, quantization_config=how).float()
@@ -118,7 +118,7 @@ GPT_OSS, EXPERTS = "tests.tiny_gpt_oss", "layers.1.ffn.experts"
 
 
 def in_mxfp4(source, folder) -> dict[str, Tensor]:
-    """Writes a folder like another, with random bytes as the experts' matrices -> the values of all of its tensors."""
+    """Writes a copy of a folder with random bytes as the experts' matrices -> the values of all of its tensors."""
     generator, stored, values = torch.Generator().manual_seed(0), {}, {}
     for name, tensor in tensors_of(source).items():
         if not name.endswith(("gate_up_proj", "down_proj")):

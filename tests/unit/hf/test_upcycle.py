@@ -1,4 +1,4 @@
-"""Upcycling: the mixture computes what the dense model does, and what cannot be upcycled is refused by name."""
+"""Upcycling: the MoE model computes the same as the dense model, and a model that cannot be upcycled is refused by name."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def test_the_moe_model_equals_the_dense_model_and_its_model_section(tmp_path, na
     assert router.std() == pytest.approx(0.02, rel=0.3) and len(router.unique(dim=0)) == EXPERTS
     torch.manual_seed(0)
     for weight in (weight for each, weight in ours.items() if each.endswith("router.weight")):
-        weight.normal_()  # for any choice
+        weight.normal_()  # for any routing
     torch.testing.assert_close(logits(named, ours, tokens), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
