@@ -309,14 +309,13 @@ def main(config: Config | None = None) -> None:
             log.info("%s", note)
         degrees = resolve_degrees(config.parallelism, world)
         lock = RunLock(*owned_folders(config)) if rank == 0 else None  # until this process ends
-        on_device = config.settled(Hardware(cuda))
-        profiling.record_collectives(on_device)
-        if on_device.comm.trace_buf_size:
+        settled = config.settled(Hardware(cuda, world))
+        profiling.record_collectives(settled)
+        if settled.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         family = family_of(config.model)
-        sources = source_of(family.module) | source_of_parts(on_device, metrics=True)
-        hashes = {name: module["hash"] for name, module in sources.items()} | {"teacher": digest_of_teacher(on_device)}
-        settled = config.settled(Hardware(cuda, world))
+        sources = source_of(family.module) | source_of_parts(settled, metrics=True)
+        hashes = {name: module["hash"] for name, module in sources.items()} | {"teacher": digest_of_teacher(settled)}
         device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         data, validation = open_on_every_rank(config, family.config.vocab_size)

@@ -209,13 +209,9 @@ def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
 
 
 def faults(config: Config, vocabulary: int) -> Iterator[str]:
-    """A tokenizer with more ids than the vocabulary of the model has."""
+    """A tokenizer with more ids than the vocabulary of the model has. Raises UserError for one that cannot be read."""
     folder, model = config.model.hf_assets_path, config.model.title
-    try:
-        ids = load_tokenizer(folder, add_bos=config.training.add_bos).vocabulary if folder else DEFAULT_VOCABULARY
-    except UserError as error:
-        yield str(error)
-        return
+    ids = load_tokenizer(folder, add_bos=config.training.add_bos).vocabulary if folder else DEFAULT_VOCABULARY
     if ids > vocabulary:
         source = f'"{folder}"' if folder else "the default tokenizer (model.hf_assets_path is empty)"
         yield f"model.hf_assets_path: {source} has ids up to {ids - 1}, and {model} has a vocabulary of {vocabulary}"

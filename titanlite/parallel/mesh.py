@@ -130,13 +130,9 @@ def sum_over(dimensions: tuple[str, ...], tensor: torch.Tensor, mesh: DeviceMesh
 
 
 def faults(config: Config, ranks: int) -> Iterator[str]:
-    """Degrees that do not fit the number of ranks, and sizes that they do not divide."""
+    """Sizes that the degrees do not divide. Raises UserError for degrees that do not fit the number of ranks."""
     training, parallelism = config.training, config.parallelism
-    try:
-        degrees = resolve_degrees(parallelism, ranks)
-    except UserError as error:
-        yield str(error)
-        return
+    degrees = resolve_degrees(parallelism, ranks)
     context, tensor, shard, parts = degrees["cp"], degrees["tp"], degrees["dp_shard"] * degrees["cp"], parts_of(degrees)
     if context > 1 and training.seq_len % (2 * context * tensor):
         yield (
