@@ -21,7 +21,9 @@ from titanlite.plan.layers import Layers
 from titanlite.plan.moments import PHASES
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
+from titanlite.plan.shape import Layer, Matrix, Shape
 from titanlite.plan.step import Update, measure_update, simulated_ranks
+from titanlite.plan.time import Choice, Job, device_named, step
 from titanlite.registry.family import Family, family_of
 
 
@@ -141,6 +143,42 @@ def test_flops_are_those_of_the_family_and_recomputation_adds_a_forward_pass():
     # recomputation stops when it has everything needed, which excludes the last matmul of a layer
     last = 2 * tokens * shape.ffn_dim * shape.dim * shape.n_layers
     assert predict(again, 1).work.flops == flops + scores + layers - last
+
+
+def test_the_model_of_time_recomputes_the_matmuls_that_are_recomputed():
+    """By the FLOPs of a step's operations. Full recomputation repeats attention too, whose forward pass is two matmuls."""
+    case = Case({}, "deep")
+    config, shape = case.config(), tiny.FLAVORS["deep"]
+    family = family_of(config.model)
+    ((layer, depth),) = Shape.of(family, family.on_meta(), config.training.seq_len).layers
+    tokens = config.training.global_batch_size * config.training.seq_len
+    attention = 4 * tokens * config.training.seq_len * shape.n_heads * shape.head_dim * depth
+    without = predicted(case).work.flops
+    for mode, reduced, more in (("selective", "per operation", 0), ("full", "full", attention)):
+        again = predicted(case._replace(reduced=reduced)).work.flops - without - more
+        assert again == pytest.approx(2 * tokens * depth * layer.dense_parameters * layer.recomputed(shape.dim, mode)), mode
+
+
+LAYER = Layer(
+    (Matrix(6144, 4096, "column"), Matrix(4096, 4096, "row"), Matrix(28672, 4096, "column"), Matrix(4096, 14336, "row")),
+    None,
+    2048,
+)
+
+
+@pytest.mark.parametrize("name", ["tp", pytest.param("cp", marks=pytest.mark.slow)])
+def test_the_model_of_time_repeats_the_collectives_that_are_repeated(name):
+    """By the calls of a step. In a pass of a layer, tensor parallelism has four collectives, context parallelism one."""
+    of = Job(Shape(((LAYER, 4),), 4096, 128_256, False, 1e9), device_named("h100"), 8, 8192, 64)
+    of_a_pass = tiny.FLAVORS["plain"].n_layers * {"tp": 4, "cp": 1}[name]
+    calls, seconds = {}, {}
+    for mode, reduced in (("none", "none"), ("selective", "per operation"), ("full", "full")):
+        traffic = predicted(Case({name: 2}, reduced=reduced)).work.traffic
+        calls[mode] = sum(each.calls for key, each in traffic.items() if key.over == (name,) and key.kind != "all-reduce")
+        seconds[mode] = getattr(step(of, Choice(dp_shard=4, recompute=mode)._replace(**{name: 2})), name)
+    for mode in ("selective", "full"):
+        repeated = (calls[mode] - calls["none"]) / of_a_pass
+        assert seconds[mode] / seconds["none"] == pytest.approx(1 + repeated / 2), mode
 
 
 MORE: tuple[dict[str, object], ...] = ({}, {"sequence_chunks": 4}, {"offload": True})

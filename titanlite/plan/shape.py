@@ -41,6 +41,17 @@ class Layer(NamedTuple):
     def expert_parameters(self, dim: int) -> int:
         return 3 * dim * self.experts.hidden * self.experts.number if self.experts else 0
 
+    def recomputed(self, dim: int, mode: str) -> float:
+        """The share of its matmuls that the backward pass computes again.
+
+        "selective" keeps every second one and those of experts. "full" stops before the last one, whose result nothing needs.
+        """
+        dense = [each.rows * each.columns for each in self.matrices]
+        experts = 3 * dim * self.experts.hidden * self.experts.top_k if self.experts else 0
+        last = experts / 3 or dim * next((each.columns for each in reversed(self.matrices) if each.rows == dim), 0)
+        again = {"none": 0.0, "selective": sum(dense[1::2]), "full": sum(dense) + experts - last}[mode]
+        return again / (sum(dense) + experts)
+
 
 class Shape(NamedTuple):
     """A whole model. attention: FLOPs of attention, forward and backward, of a token in all layers."""

@@ -283,16 +283,18 @@ def step(job: Job, choice: Choice) -> Seconds:
     """A step of one rank. choice must divide the ranks, the batch and the model."""
     shape, device, microbatches = job.shape, job.device, job.microbatches(choice)
     tokens = choice.microbatch * job.seq_len / choice.cp
-    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[choice.recompute]
     attention = shape.attention * tokens / choice.tp / (job.peak * device.attention) / shape.depth
     attention *= 1 + (1 / 3 if choice.recompute == "full" else 0)
     parts, fsdp, gathers, reduces = [0.0] * 5, 0.0, 0.0, 0.0
     once = choice.pp > 1 or job.once
     for layer, often in shape.layers:
         ahead = forward(job, layer, choice)
-        # The backward pass has twice the matmuls; what is recomputed comes on top. Collectives are kept by "selective".
-        repeated = 1.0 if choice.recompute == "full" else 0.0
-        often_run = (3 + again, 3 + (again > 0), 2 + repeated, 2 + repeated, 2 + repeated)
+        # The backward pass has twice the matmuls; what is recomputed comes on top. "selective" keeps reduce-scatters and
+        # all-to-alls, and repeats all-gathers: half of what tensor parallelism waits for, and the keys and values.
+        # "full" repeats the first of two reduce-scatters.
+        again, repeats = layer.recomputed(shape.dim, choice.recompute), choice.recompute != "none"
+        of_tp = {"none": 2.0, "selective": 2.5, "full": 2.75}[choice.recompute]
+        often_run = (3 + again, 3 + repeats, of_tp, 2 + repeats, 2 + (choice.recompute == "full"))
         for index, (each, times) in enumerate(zip(ahead, often_run, strict=True)):
             parts[index] += often * each * times
         gather, reduce = sharded(job, layer, choice)
