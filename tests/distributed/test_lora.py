@@ -122,6 +122,13 @@ def test_a_new_run_loads_adapters_if_the_checkpoint_has_them(pools, tmp_path, wh
         assert torch.equal(found[name], before[name]), name
 
 
+def test_a_new_run_loads_adapters_of_another_alpha_only_if_that_is_allowed(pools, tmp_path, whole):
+    keys = adapting(whole / "checkpoint/step-00000012", lora={"alpha": 12.0})
+    with pytest.raises(WorkerFailure, match=r"trained with lora.alpha = 6, and lora.alpha = 12 .* --checkpoint.allow_changes"):
+        run(pools, ONE, tmp_path, 1, **keys)
+    run(pools, ONE, tmp_path, 1, **{**keys, "checkpoint": {**keys["checkpoint"], "allow_changes": ["lora.alpha"]}})
+
+
 def test_a_run_without_adapters_refuses_weights_with_adapters(pools, tmp_path, whole):
     with pytest.raises(WorkerFailure, match=r"step-00000012: its weights have adapters, which lora.enable = false"):
         run(pools, ONE, tmp_path, 1, checkpoint={"initial_load_path": str(whole / "checkpoint/step-00000012")})

@@ -193,11 +193,18 @@ def _load_initial_weights(run: RunIdentity, source: Path, model: nn.Module) -> N
     found = load.verified(source)
     for change in run.family.changes_since(found.numbers["architecture"]):
         log.info("the model differs from that of the weights: %s", change)
-    adapted = found.numbers["config"].get("lora", {}).get("enable")
-    if adapted and not run.config.lora.enable:
+    then, now = found.numbers["config"].get("lora", {}), run.config.lora
+    adapted = then.get("enable")
+    if adapted and not now.enable:
         raise UserError(
             f"{source}: its weights have adapters, which lora.enable = false cannot load; begin from an export, "
             "where they are merged, or set lora.enable = true with the same rank and modules"
+        )
+    if adapted and then["alpha"] != now.alpha and not _matches("lora.alpha", run.config.checkpoint.allow_changes):
+        raise UserError(
+            f"{source}: its adapters were trained with lora.alpha = {then['alpha']:g}, and lora.alpha = {now.alpha:g} would "
+            f"multiply what they have learned. Set it to {then['alpha']:g}, or allow the change: "
+            f"{_allow(run.config, ['lora.alpha'])}"
         )
     if not adapted:
         tensors = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}

@@ -12,11 +12,11 @@ from titanlite.transforms.meta import on_meta
 
 # Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
 ERRORS = {
-    "a100 dense": (0.044, 0.096),
+    "a100 dense": (0.045, 0.109),
     "b200 dense": (0.138, 0.217),
-    "h100 dense": (0.096, 0.197),
-    "h100 MoE": (0.191, 0.402),
-    "h200 dense": (0.131, 0.304),
+    "h100 dense": (0.104, 0.193),
+    "h100 MoE": (0.189, 0.392),
+    "h200 dense": (0.176, 0.380),
 }
 MEMORY_ERROR = 0.25  # the largest difference between `memory` and `titanlite estimate` over the recipes is 22%
 
