@@ -132,11 +132,11 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int, rate: f
     return before | {name: whole(t.int() if t.dtype == torch.int16 else t) for name, t in tensors.items()}
 
 
-def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
+def trajectory(degrees: dict[str, int], config: Config, data: Data | None = None) -> tuple[Trajectory, int] | None:
     """Trains for `training.steps`; rank 0 returns the trajectory, and how many graphs were compiled."""
     torch._dynamo.reset()
     counters.clear()
-    found = record(config, learnable_data(config), mesh_of(degrees), CPU)
+    found = record(config, data or learnable_data(config), mesh_of(degrees), CPU)
     return (found, counters["stats"]["unique_graphs"]) if dist.get_rank() == 0 else None
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.as_one import as_one_process
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, run, stored
 from tests.repetitions import slow_but
@@ -17,7 +18,7 @@ from titanlite.optim.build import build_optimizer
 from titanlite.parallel.mesh import ranks_of
 from titanlite.plan.predict import predict
 from titanlite.registry.family import load_family
-from titanlite.verify.compare import Trajectory, compare
+from titanlite.verify.compare import compare
 
 HERE, GIVEN = "tests.distributed.test_low_precision", "tests.distributed.scenarios:given_gradients"
 TP = {"tp": 2}
@@ -117,16 +118,11 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def trained(pools, degrees: dict[str, int], keys: dict[str, Any]) -> Trajectory:
-    config = config_of(degrees, training={"steps": 3}, float8={"enable": True, "emulate": True, **keys})
-    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
-
-
 # test_cover.py tolerates a value that rounds to a neighbor; none does here
 @pytest.mark.parametrize("name", CASES)
 def test_in_float8_a_mesh_gives_the_losses_and_gradients_of_one_process(pools, name):
     pytest.importorskip("torchao", reason="needs torchao")
     degrees, keys = CASES[name]
-    result = compare(trained(pools, degrees, keys), trained(pools, {}, keys))
-    assert result.equal, result.excessive
-    assert result.worst("losses").size < 1e-6
+    float8 = {"enable": True, "emulate": True, **keys}
+    both = as_one_process(pools, degrees, lambda mesh: config_of(mesh, training={"steps": 3}, float8=float8))
+    assert compare(*both).worst("losses").size < 1e-6

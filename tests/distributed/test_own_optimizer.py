@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, given_gradients, mesh_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, resumes_bit_for_bit, run, stored
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, update
@@ -57,13 +57,8 @@ def test_the_same_gradients_give_the_weights_and_state_of_one_process(pools, cel
 
 @pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, degrees):
-    for folder, ends in (("whole", [STEPS]), ("parts", [4, 8, STEPS])):
-        for steps in ends:
-            run(pools, degrees, tmp_path / folder, steps, optimizer=LION, flavor="uneven")
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert expected.keys() == found.keys() and any(name.endswith(".mean") for name in expected)
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    found = resumes_bit_for_bit(pools, degrees, tmp_path, optimizer=LION, flavor="uneven")
+    assert any(name.endswith(".mean") for name in found)
 
 
 def test_state_is_resharded_if_a_run_continues_on_another_mesh(pools, tmp_path):

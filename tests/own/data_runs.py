@@ -6,6 +6,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.distributed import scenarios
 from tests.distributed.scenarios import CPU, learnable_ids, mesh_of
 from tests.token_files import data_of, mix_of
 from titanlite.config.schema import Config
@@ -16,7 +17,7 @@ from titanlite.data.sources import sources_of
 from titanlite.registry.family import family_of
 from titanlite.registry.own import is_part
 from titanlite.train import train
-from titanlite.verify.compare import Trajectory, record
+from titanlite.verify.compare import Trajectory
 
 
 def opened_data(config: Config, vocabulary: int, section: str = "training") -> Data:
@@ -35,10 +36,8 @@ def opened(config: Config) -> tuple[Data, Data | None]:
         return open_on_every_rank(config, family_of(config.model).config.vocab_size)
 
 
-def trajectory(degrees: dict[str, int], config: Config) -> Trajectory | None:
-    """Trains for `training.steps`; rank 0 returns the trajectory."""
-    found = record(config, opened(config)[0], mesh_of(degrees), CPU)
-    return found if dist.get_rank() == 0 else None
+def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
+    return scenarios.trajectory(degrees, config, opened(config)[0])
 
 
 def full_run(degrees: dict[str, int], config: Config, mesh: DeviceMesh | None = None) -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests import tiny_poison
+from tests.distributed.as_one import as_one_process
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, reports, run_config, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, assert_same_end, losses, reports, run_config
 from tests.own import parts
 from tests.own.data_runs import full_run, opened_data
 from titanlite.config.read import read_config, to_toml
@@ -27,7 +28,6 @@ from titanlite.ground.run_files import INCIDENTS, read_entries
 from titanlite.parallel.mesh import build_mesh, ranks_of, resolve_degrees
 from titanlite.registry.own import source_of_parts
 from titanlite.tools import data as tool
-from titanlite.verify.compare import compare
 
 RUNS = "tests.own.data_runs"
 SUMS, WALKS = "tests.own.parts:Sums", "tests.own.parts:Walks"
@@ -246,17 +246,10 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def trajectory(pools: dict[int, Pool], mesh: dict[str, int], training: dict[str, Any]) -> Any:
-    config = config_of(mesh, training={"steps": 3, **training})
-    return pools[ranks_of(mesh)].run(f"{RUNS}:trajectory", degrees=mesh, config=config)[0]
-
-
 @pytest.mark.parametrize("name", MESHES)
 def test_batches_losses_and_gradients_of_a_map_are_those_of_one_process(pools, name):
     mesh, training = MESHES[name]
-    found, alone = (trajectory(pools, each, training) for each in (mesh, ONE))
-    comparison = compare(found, alone)
-    assert comparison.equal, comparison.excessive
+    as_one_process(pools, mesh, lambda each: config_of(each, training={"steps": 3, **training}), f"{RUNS}:trajectory")
 
 
 def test_a_map_is_validated_on_with_the_same_loss_on_every_mesh(pools, tmp_path):
@@ -281,9 +274,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dataset, workers, tmp_path, grou
             full_run(ONE, run_config(ONE, tmp_path / folder, steps, training={"dataset": dataset}, dataloader=dataloader), mesh)
             if (folder, steps) == ("parts", 8):  # resumes from a checkpoint saved while the next batch was read
                 shutil.rmtree(tmp_path / "parts/checkpoint/step-00000008")
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    assert_same_end(tmp_path)
     manifest = json.loads((tmp_path / f"parts/checkpoint/step-{STEPS:08d}/manifest.json").read_text())
     assert manifest["samples"] == 8 * STEPS
     assert manifest["stream"] == ([] if dataset == SUMS else [{"rows": 8 * STEPS}])

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from models import llama3
+from tests.distributed.as_one import as_one_process
 from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, reports, run, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, reports, resumes_bit_for_bit
 from tests.distributed.test_variants import MOE, SPLIT
 from tests.unit.test_resume import DATA, SOURCE
 from titanlite.checkpoint import manifest
@@ -20,11 +20,9 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, check_changes, numbers_of
 from titanlite.optim.lr_schedule import build_schedule, faults
-from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import Family
 from titanlite.registry.own import check_trust, source_of_parts
 from titanlite.tools.replay import setting_of
-from titanlite.verify.compare import compare
 
 OWN = "tests.own.parts:inverse_sqrt"
 KEY = "lr_scheduler.decay_type"
@@ -180,27 +178,15 @@ MESHES = {
 @pytest.mark.parametrize("name", MESHES)
 def test_losses_and_updates_are_those_of_one_process(pools, name):
     degrees, keys = MESHES[name]
-    found = []
-    for mesh in (degrees, ONE):
-        sections = {section: values for section, values in keys.items() if section != "flavor"}
-        training = {"steps": 4, **sections.pop("training", {})}
-        config = config_of(mesh, keys.get("flavor", "plain"), training=training, lr_scheduler=KEYS, **sections)
-        pool = pools[ranks_of(mesh)]
-        found.append(pool.run("tests.distributed.scenarios:trajectory", degrees=mesh, config=config)[0][0])
-    comparison = compare(*found)
-    assert comparison.equal, comparison.excessive
+    sections = {"flavor": "plain", **keys, "training": {"steps": 4, **keys.get("training", {})}}
+    as_one_process(pools, degrees, lambda mesh: config_of(mesh, lr_scheduler=KEYS, **sections))
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_keeps_the_code(pools, tmp_path):
     keys = {"lr_scheduler": {"total_steps": STEPS, **KEYS}}
-    for folder, lengths in (("whole", (STEPS,)), ("parts", (4, STEPS))):
-        for steps in lengths:
-            run(pools, ONE, tmp_path / folder, steps, **keys)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    resumes_bit_for_bit(pools, ONE, tmp_path, **keys)
     rates = [report["lr"] for report in reports(tmp_path / "whole")]
     assert rates == pytest.approx([5e-3 * share for share in (0.5, 1.0, *(2 / step for step in range(3, STEPS + 1)))])
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert [each for each, tensor in expected.items() if not torch.equal(found[each], tensor)] == []
     saved = manifest.read(tmp_path / "parts" / f"checkpoint/step-{STEPS:08d}")
     assert "return (max(1, start) / step) ** power" in saved.numbers["own_source"]["tests.own.parts"]["text"]
     (start, *_) = json.loads((tmp_path / "parts/provenance.json").read_text())

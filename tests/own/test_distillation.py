@@ -13,9 +13,10 @@ from models.attention import SeqInfo
 from models.blocks import RMSNorm
 from models.decoder import Decoder
 from models.head import IGNORE, Head, Sizes, distilled
-from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.as_one import as_one_process, trajectory_of
+from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, resumes_bit_for_bit, run
 from tests.distributed.test_variants import MOE, SPLIT
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
@@ -24,13 +25,11 @@ from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.hf.folder import each_expert, find_weights, their_name
 from titanlite.hf.load import load_weights
 from titanlite.loop.checks import check
-from titanlite.parallel.mesh import ranks_of
 from titanlite.plan.predict import predict
 from titanlite.registry.family import Family, family_of, load_family
 from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.meta import training_flops
-from titanlite.verify.compare import Trajectory, compare
 
 HOW = {"weight": 0.75, "temperature": 2.0}
 
@@ -58,10 +57,6 @@ def configured(degrees: dict[str, int], teacher: str, flavor: str = "plain", acc
     return config_of(degrees, sections.pop("flavor", flavor), accumulation, **sections)
 
 
-def trajectory(pools: dict[int, Pool], degrees: dict[str, int], config: Config) -> Trajectory:
-    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
-
-
 # ------------------------------------------------------------------------------------------------------------- formulas
 
 
@@ -75,7 +70,7 @@ def exact(family: Family, weights: dict[str, torch.Tensor]) -> Decoder:
 
 def test_loss_and_gradients_are_those_of_a_plain_program_in_float64(pools, tmp_path):
     config = configured(ONE, written(tmp_path / "teacher", "tests.tiny", "deep"))
-    found = trajectory(pools, ONE, config)
+    found = trajectory_of(pools, ONE, config)
     of_teacher = config_of_teacher(config)
     assert of_teacher is not None
     family = family_of(of_teacher.model)
@@ -139,7 +134,7 @@ def test_a_model_that_is_its_own_teacher_has_no_loss(pools, tmp_path):
     """Its own logits come from the same kernels; float32 leaves the rounding of a sum over 512 vocabulary entries."""
     itself = written(tmp_path / "itself", "tests.tiny", "plain", seed=0, sharpened=1.0)
     config = configured(ONE, itself, distillation={"teacher": itself, "weight": 1.0})
-    found = trajectory(pools, ONE, config.model_copy(update={"training": config.training.model_copy(update={"steps": 1})}))
+    found = trajectory_of(pools, ONE, config.model_copy(update={"training": config.training.model_copy(update={"steps": 1})}))
     assert abs(found.losses[0]) < 1e-6
     assert found.norms[0] < 1e-5
 
@@ -178,10 +173,8 @@ def test_a_mesh_distills_as_one_process_does(pools, tmp_path, cell):
     if BEFORE_2_13 and teacher[1] in ("two", "tied"):
         pytest.skip("FSDP2 of PyTorch before 2.13 gathers tied embeddings for whole passes only; the check refuses them")
     folder = written(tmp_path / "teacher", *teacher)
-    found, alone = (trajectory(pools, mesh, configured(mesh, folder, **keys)) for mesh in (degrees, ONE))
-    comparison = compare(found, alone)
-    assert [str(each) for each in comparison.excessive] == []
-    assert comparison.of("gradients") and not any(name.startswith("teacher") for name in found.weights)
+    found, _ = as_one_process(pools, degrees, lambda mesh: configured(mesh, folder, **keys))
+    assert not any(name.startswith("teacher") for name in found.weights)
 
 
 # -------------------------------------------------------------------------------------------------------------- resumes
@@ -189,12 +182,7 @@ def test_a_mesh_distills_as_one_process_does(pools, tmp_path, cell):
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_another_teacher_is_refused(pools, tmp_path):
     keys: dict[str, Any] = {"distillation": {"teacher": written(tmp_path / "teacher", "tests.tiny", "deep"), **HOW}}
-    for folder, lengths in (("whole", (STEPS,)), ("parts", (4, STEPS))):
-        for steps in lengths:
-            run(pools, TWO_BY_TWO, tmp_path / folder, steps, **keys)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert [each for each, tensor in expected.items() if not torch.equal(found[each], tensor)] == []
+    found = resumes_bit_for_bit(pools, TWO_BY_TWO, tmp_path, **keys)
     assert sum(name.startswith("model.") for name in found) == len(
         dict(load_family("tests.tiny", "plain").on_meta().named_parameters())
     )

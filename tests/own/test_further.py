@@ -15,10 +15,11 @@ from models.further import further_of
 from models.head import IGNORE
 from tests import tiny
 from tests.distributed import cells
+from tests.distributed.as_one import as_one_process, trajectory_of
 from tests.distributed.cover import PLAIN
-from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, GRAPHS, config_of, degrees_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, reports, run, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, reports, resumes_bit_for_bit, run
 from tests.distributed.test_variants import MOE, SPLIT
 from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
@@ -44,10 +45,6 @@ def configured(degrees: dict[str, int], flavor: str = "plain", accumulation: int
     training = {"steps": 3, "predict_further": DEPTHS, "predict_further_weight": WEIGHT}
     sections = {**keys, "training": training | keys.get("training", {})}
     return config_of(degrees, sections.pop("flavor", flavor), accumulation, **sections)
-
-
-def trajectory(pools: dict[int, Pool], degrees: dict[str, int], config: Config) -> Trajectory:
-    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
 
 
 # -------------------------------------------------------------------------------------------------------------- a plain loop
@@ -76,7 +73,7 @@ def plain_losses(config: Config, weights: dict[str, Tensor], tokens: Tensor) -> 
 
 def test_loss_and_gradients_are_those_of_a_plain_loop_in_float64(pools):
     config = configured(ONE)
-    found = trajectory(pools, ONE, config)
+    found = trajectory_of(pools, ONE, config)
     model, losses = plain_losses(config, found.weights, found.batches[0])
     loss = losses[0] + WEIGHT / DEPTHS * sum(losses[1:])
     loss.backward()
@@ -157,9 +154,7 @@ CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("cell", slow_but(["cp 2", "ep 2", "shard 2 x tp 2"], CELLS))
 def test_a_mesh_trains_as_one_process_does(pools, cell):
     degrees, keys = CELLS[cell]
-    found, alone = (trajectory(pools, mesh, configured(mesh, **keys)) for mesh in (degrees, ONE))
-    comparison = compare(found, alone)
-    assert [str(each) for each in comparison.excessive] == []
+    found, _ = as_one_process(pools, degrees, lambda mesh: configured(mesh, **keys))
     assert any(name.startswith("further.") for name in found.gradients)
 
 
@@ -184,7 +179,7 @@ def test_blocks_of_mtp_modules_need_no_graph_of_their_own(pools):
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_another_precision_differs_by_its_rounding(pools, precision):
     config = configured(ONE, training={"mixed_precision_param": precision, "steps": 1})
-    found, exact = (trajectory(pools, ONE, each) for each in (config, configured(ONE, training={"steps": 1})))
+    found, exact = (trajectory_of(pools, ONE, each) for each in (config, configured(ONE, training={"steps": 1})))
     assert found.losses[0] == pytest.approx(exact.losses[0], rel=5e-3)
     assert found.norms[0] == pytest.approx(exact.norms[0], rel=6e-2)
 
@@ -196,12 +191,7 @@ def test_a_run_reports_the_mtp_loss_resumes_bit_for_bit_and_exports_a_model_with
     keys: dict[str, Any] = {"training": {"predict_further": 1, "predict_further_weight": WEIGHT}}
     keys["validation"] = {"enable": True, "steps": 1, "freq": STEPS}
     keys["optimizer"] = {"ema_decay": 0.9}
-    for folder, lengths in (("whole", (STEPS,)), ("parts", (4, STEPS))):
-        for steps in lengths:
-            run(pools, TWO_BY_TWO, tmp_path / folder, steps, **copy.deepcopy(keys))
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert [each for each, tensor in expected.items() if not torch.equal(found[each], tensor)] == []
+    resumes_bit_for_bit(pools, TWO_BY_TWO, tmp_path, **keys)
     first, *_, last = reports(tmp_path / "whole")
     own = last["loss"] - WEIGHT * last["further_loss"]  # before the update of this step
     assert last["validation_loss"] == pytest.approx(own, rel=0.1)

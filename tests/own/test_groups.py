@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from models import llama3
-from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.as_one import as_one_process
+from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, reports, run, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, reports, resumes_bit_for_bit, run, stored
 from tests.distributed.test_variants import MOE, SPLIT
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
@@ -17,13 +18,11 @@ from titanlite.ground.errors import UserError
 from titanlite.loop.remedies import with_keys
 from titanlite.optim.build import build_optimizer, model_faults, set_lr
 from titanlite.optim.state import named_state
-from titanlite.parallel.mesh import ranks_of
 from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.memory import kept_bytes
 from titanlite.registry.family import load_family
 from titanlite.transforms.groups import group_of
 from titanlite.transforms.meta import active_parameters, on_meta, training_flops
-from titanlite.verify.compare import Trajectory, compare
 
 FAMILY = load_family("tests.tiny", "plain")
 FROZEN = "layers.*.ffn.w[13].weight"
@@ -190,30 +189,16 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any], list[dict[str, Any]]]] =
 }
 
 
-def trajectory(pools: dict[int, Pool], degrees: dict[str, int], config: Config) -> Trajectory:
-    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
-
-
 @pytest.mark.parametrize("name", MESHES)
 def test_losses_and_gradients_are_those_of_one_process_and_frozen_ones_have_none(pools, name):
     degrees, keys, groups = MESHES[name]
-    keys = {**keys, "optimizer": {"groups": groups}}
-    training = {"steps": 3, **keys.pop("training", {})}
-    found, alone = (
-        trajectory(pools, mesh, config_of(mesh, keys.get("flavor", "plain"), training=training, **without_flavor(keys)))
-        for mesh in (degrees, ONE)
-    )
-    comparison = compare(found, alone)
-    assert comparison.equal, comparison.excessive
-    config = config_of(ONE, keys.get("flavor", "plain"), **without_flavor(keys))
+    keys = {**keys, "optimizer": {"groups": groups}, "training": {"steps": 3, **keys.get("training", {})}}
+    found, alone = as_one_process(pools, degrees, lambda mesh: config_of(mesh, **keys))
+    config = config_of(ONE, **keys)
     family = load_family(config.model.name, config.model.flavor)
     trained = {each for each, p in on_meta(family, config).named_parameters() if p.requires_grad}
     assert trained < found.weights.keys()
     assert found.gradients.keys() == alone.gradients.keys() == trained
-
-
-def without_flavor(keys: dict[str, Any]) -> dict[str, Any]:
-    return {section: values for section, values in keys.items() if section != "flavor"}
 
 
 # -------------------------------------------------------------------------------------------------------------- resumes
@@ -221,15 +206,10 @@ def without_flavor(keys: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoint_has_no_state_of_frozen_parameters(pools, tmp_path):
     keys = {"optimizer": {"groups": GROUPS}}
-    for folder, lengths in (("whole", (STEPS,)), ("parts", (4, STEPS))):
-        for steps in lengths:
-            run(pools, TWO_BY_TWO, tmp_path / folder, steps, **keys)
+    found = resumes_bit_for_bit(pools, TWO_BY_TWO, tmp_path, **keys)
     run(pools, TWO_BY_TWO, tmp_path / "moved", 4, **keys)
     run(pools, ONE, tmp_path / "moved", STEPS, **keys)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-    found, parts = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert [each for each, tensor in found.items() if not torch.equal(parts[each], tensor)] == []
     assert not any("ffn.w1" in name or "ffn.w3" in name for name in found if name.startswith("optimizer."))
     assert any("ffn.w2.weight.exp_avg" in name for name in found)
     assert reports(tmp_path / "whole")[-1]["loss"] < reports(tmp_path / "whole")[0]["loss"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.as_one import trajectory_of
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import config_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run_config, stored
@@ -46,7 +47,7 @@ def excessive(pools: dict[int, Pool], cell: str, optimizer: str = LION, loss: st
     for mesh, microbatches in ((degrees, accumulation), (ONE, 1)):
         training = {**TRAINING, "steps": 4, "loss": loss, "dataset": "tests.own.parts:Sums"}
         config = config_of(mesh, accumulation=microbatches, training=training, **sections_of(cell, optimizer))
-        found.append(pools[ranks_of(mesh)].run(f"{RUNS}:trajectory", degrees=mesh, config=config)[0])
+        found.append(trajectory_of(pools, mesh, config, f"{RUNS}:trajectory"))
     comparison = compare(*found)
     assert comparison.of("gradients")
     return [str(each) for each in comparison.excessive]
