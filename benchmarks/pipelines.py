@@ -106,9 +106,7 @@ def main() -> None:
     parser.add_argument("--pass-seconds", type=float, default=0.1, help="that the longest forward pass sleeps")
     parser.add_argument("--steps", type=int, default=5)
     words = parser.parse_args()
-    print(
-        f"llama3 debug, {4 * words.ranks} layers, {words.ranks} ranks, {words.microbatches} microbatches, bubble of a step"
-    )
+    print(f"llama3 debug, {4 * words.ranks} layers, {words.ranks} ranks, {words.microbatches} microbatches, bubble of a step")
     print("| schedule | predicted | sleeping | computing | predicted again |\n| --- | --- | --- | --- | --- |")
     for schedule in STAGES_OF_A_RANK:
         config, short = (config_of(schedule, words.ranks, words.microbatches, size) for size in (words.seq_len, 16))
