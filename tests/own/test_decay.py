@@ -20,6 +20,7 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, check_changes, numbers_of
 from titanlite.optim.lr_schedule import build_schedule, faults
+from titanlite.registry.check import found_by
 from titanlite.registry.family import Family
 from titanlite.registry.own import check_trust, source_of_parts
 from titanlite.tools.replay import setting_of
@@ -102,7 +103,7 @@ def test_a_wrong_part_gets_one_message_with_its_key_and_line(name, tmp_path, mon
         (tmp_path / "wrong_parts.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wrong_parts", raising=False)
-    (fault,) = faults(configured(f"wrong_parts:{part}", options=options))
+    (fault,) = found_by(faults, configured(f"wrong_parts:{part}", options=options))
     monkeypatch.delitem(sys.modules, "wrong_parts", raising=False)
     assert fault.startswith("lr_scheduler.")
     with pytest.raises(UserError, match=words):

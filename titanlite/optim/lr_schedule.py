@@ -87,8 +87,10 @@ def build_schedule(config: Config, total_steps: int | None = None) -> Schedule:
 
 
 def faults(config: Config) -> Iterator[str]:
-    """Phases that do not fit in the schedule, a decay of the user's own that fails, and steps after the end that would change
-    nothing."""
+    """Phases that do not fit in the schedule, and steps after the end that would change nothing.
+
+    Raises UserError for a decay of the user's own that fails.
+    """
     cfg, total = config.lr_scheduler, config.schedule_steps
     length = f"lr_scheduler.total_steps = {total}" if cfg.total_steps else f"training.steps = {total}"
     decay = 0 if cfg.decay_ratio is None else config.decay_steps
@@ -99,24 +101,20 @@ def faults(config: Config) -> Iterator[str]:
         yield f"{key}: a decay of {decay} steps and {warmup} do not fit in {length}"
     elif cfg.decay_ratio and not decay:
         yield f"lr_scheduler.decay_ratio = {cfg.decay_ratio}: is less than one step of {length}; set it to 0.0, or higher"
-    if ":" in cfg.decay_type and (fault := _fault_of_own(config)):
-        yield from fault.splitlines()
-    elif config.training.steps > total and build_schedule(config).at(total + 1) == 0:
+    if ":" in cfg.decay_type:
+        _check_own(config)
+    if config.training.steps > total and build_schedule(config).at(total + 1) == 0:
         remedy = "raise lr_scheduler.total_steps or set lr_scheduler.min_lr_factor"
         yield f"training.steps = {config.training.steps}: after {length} the learning rate is 0; {remedy}"
 
 
-def _fault_of_own(config: Config) -> str:
-    """Why a decay of the user's own cannot be used; "" where every probed step has a rate, the same one at each call."""
-    try:
-        schedule = build_schedule(config)
-        for step in _probed(schedule, _PROBES):
-            if schedule.at(step) != schedule.at(step):
-                where = own.place(own.function_of(_KEY, config.lr_scheduler.decay_type))
-                return f'{_KEY} = "{config.lr_scheduler.decay_type}": returns two different values at step {step} ({where})'
-    except UserError as error:
-        return str(error)
-    return ""
+def _check_own(config: Config) -> None:
+    """Raises UserError unless a decay of the user's own gives each probed step a rate, the same one at each call."""
+    schedule, name = build_schedule(config), config.lr_scheduler.decay_type
+    for step in _probed(schedule, _PROBES):
+        if schedule.at(step) != schedule.at(step):
+            where = own.place(own.function_of(_KEY, name))
+            raise UserError(f'{_KEY} = "{name}": returns two different values at step {step} ({where})')
 
 
 def _probed(schedule: Schedule, most: int) -> Iterable[int]:
