@@ -79,9 +79,6 @@ def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_se
 
 # --------------------------------------------------------------------------------------------------- ranks of two lines
 
-# As at the start of a rank; the launcher has blocked the signal until then.
-LISTENS = "import signal, sys, time; from titanlite.launch import stop; stop.listen(); "
-
 
 def start_ranks(launcher: Launcher, *scripts: str) -> Ranks:
     """Ranks 4, 5, ... of a run that may be restarted twice."""
@@ -138,28 +135,6 @@ def test_a_run_with_a_user_error_is_not_restarted(launcher):
     with pytest.raises(ChildFailedError) as raised:
         end_of(start_ranks(launcher, "exit(2)", "import time; time.sleep(60)"))
     assert {rank: failure.exitcode for rank, failure in raised.value.failures.items()} == {4: 2}
-
-
-def test_only_the_failed_rank_is_recorded_and_not_those_ended_with_it(launcher):
-    result = end_of(start_ranks(launcher, "import time; time.sleep(60)", "exit(7)", "import time; time.sleep(60)"))
-    assert {local: failure.exitcode for local, failure in result.failures.items()} == {1: 7}
-    assert launcher.failure.startswith("rank 5 (process ") and launcher.failure.endswith("ended with exit code 7")
-    assert not launcher.over  # two restarts are left
-
-
-def test_a_restart_logs_its_reason(launcher, capfd):
-    launcher.starts, launcher.failure = 1, "rank 5 (process 123) was ended by SIGKILL"
-    assert not end_of(start_ranks(launcher, "")).is_failed()
-    assert capfd.readouterr().err == "rank 5 (process 123) was ended by SIGKILL; start 2 of 4\n"
-
-
-def test_a_second_signal_ends_ranks_that_do_not_stop(launcher):
-    ranks = start_ranks(launcher, LISTENS + "time.sleep(60)")
-    launcher.on_request(signal.SIGTERM, None)
-    launcher.on_request(signal.SIGUSR1, None)
-    with pytest.raises(SignalException) as raised:
-        end_of(ranks)
-    assert raised.value.sigval == signal.SIGUSR1
 
 
 # ------------------------------------------------------------------------------------------------------ the fork server
