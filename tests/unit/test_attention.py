@@ -203,15 +203,13 @@ OVER_RANKS = {
 }
 
 
-DOCUMENTS = {"document_mask": True}
-
-
-def with_flash4(monkeypatch: pytest.MonkeyPatch, attend: Any, before_2_13: bool = False) -> None:
+def with_flash4(monkeypatch: pytest.MonkeyPatch, attend: Any, version: str, before_2_13: bool) -> None:
     """A Hopper GPU on which FlashAttention 4 is installed, and computes what `attend` says; tensors are on the CPU."""
     fake_gpu(monkeypatch, 9, {"cudnn"})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(attention, "_version_of", {"flash-attn-4": "4.0"}.get)
+    installed = attention._version_of
+    monkeypatch.setattr(attention, "_version_of", lambda name: version or installed(f"not-{name}"))
     monkeypatch.setattr(attention.torch_private, "BEFORE_2_13", before_2_13)
     monkeypatch.setattr(attention, "attend", attend)
     attention._flash4_fault.cache_clear()
@@ -251,45 +249,27 @@ def cannot(q: Tensor, k: Tensor, v: Tensor, *, mask: Any, backend: Any, **_: Any
     raise RuntimeError("no kernel for SM 70\nand more lines")
 
 
-def test_masks_use_triton_if_flash_attention_4_is_not_installed(monkeypatch):
-    fake_gpu(monkeypatch, 9, {"cudnn"})
-    assert kernel_for_masks(config_of(**DOCUMENTS)) == (
-        None,
-        "cudnn, and FlexAttention (Triton's kernel: flash-attn-4 is not installed) where masked or capped",
-    )
+# what FlashAttention 4 computes, the reason for the kernel, and what is special about the run
+FLASH4: list[tuple[Any, str, dict[str, Any]]] = [
+    (right, "the kernel of FlashAttention 4.0, which was tried", {}),
+    (doubled_gradients, "Triton's kernel: that of FlashAttention 4.0 differs from it by 100.0%", {}),
+    (no_numbers, "Triton's kernel: that of FlashAttention 4.0 differs from it by nan%", {}),
+    (cannot, "Triton's kernel: that of FlashAttention 4.0 failed: RuntimeError: no kernel for SM 70", {}),
+    (right, "Triton's kernel: flash-attn-4 is not installed", {"version": ""}),
+    (right, "Triton's kernel: FlashAttention 4 needs PyTorch 2.13", {"before_2_13": True}),
+    (right, "Triton's kernel: queries are a part of a sequence", {"sections": OVER_RANKS["gather"]}),
+    (right, "", {"document_mask": False}),
+]
 
 
-@pytest.mark.parametrize(
-    ("does", "kernel", "reason"),
-    [
-        (right, FLEX_FLASH, "the kernel of FlashAttention 4.0, which was tried"),
-        (doubled_gradients, None, "Triton's kernel: that of FlashAttention 4.0 differs from it by 100.0%"),
-        (no_numbers, None, "Triton's kernel: that of FlashAttention 4.0 differs from it by nan%"),
-        (cannot, None, "Triton's kernel: that of FlashAttention 4.0 failed: RuntimeError: no kernel for SM 70"),
-    ],
-)
-def test_masks_use_flash_attention_4_if_it_computes_the_same_as_triton(monkeypatch, does, kernel, reason):
-    with_flash4(monkeypatch, does)
-    expected = kernel, f"cudnn, and FlexAttention ({reason}) where masked or capped"
-    assert kernel_for_masks(config_of(mixed_precision_param="bfloat16", **DOCUMENTS)) == expected
-
-
-@pytest.mark.parametrize(
-    ("before_2_13", "method", "says"),
-    [
-        (True, None, "cudnn, and FlexAttention (Triton's kernel: FlashAttention 4 needs PyTorch 2.13) where masked or capped"),
-        (False, "gather", "FlexAttention (Triton's kernel: queries are a part of a sequence)"),
-    ],
-)
-def test_flash_attention_4_is_not_tried_where_it_is_known_not_to_support_masks(monkeypatch, before_2_13, method, says):
-    with_flash4(monkeypatch, right, before_2_13)
-    assert kernel_for_masks(config_of(sections=OVER_RANKS.get(method), **DOCUMENTS)) == (None, says)
-
-
-def test_flash_attention_4_is_tried_only_for_runs_with_masks(monkeypatch):
-    with_flash4(monkeypatch, cannot)
-    assert kernel_for_masks(config_of()) == (None, "cudnn, and FlexAttention where masked or capped")
-    assert not attention._flash4_fault.cache_info().misses
+@pytest.mark.parametrize(("does", "reason", "special"), FLASH4)
+def test_masks_are_for_flash_attention_4_where_it_computes_what_triton_does(monkeypatch, does, reason, special):
+    run = {"mixed_precision_param": "bfloat16", "document_mask": True, **special}
+    with_flash4(monkeypatch, does, run.pop("version", "4.0"), run.pop("before_2_13", False))
+    flex = f"FlexAttention ({reason})" if reason else "FlexAttention"
+    says = flex if "sections" in run else f"cudnn, and {flex} where masked or capped"
+    assert kernel_for_masks(config_of(**run)) == (FLEX_FLASH if "was tried" in reason else None, says)
+    assert attention._flash4_fault.cache_info().misses == ("4.0" in reason), "it is tried where nothing else decides"
 
 
 def test_flex_attention_gets_the_chosen_kernel(monkeypatch):
