@@ -2,11 +2,9 @@
 
 import json
 import os
-import random
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -98,27 +96,7 @@ def test_a_fault_is_one_message_with_file_line_and_the_option_that_skips_it(text
 # --------------------------------------------------------------------------------------------------------------- killed
 
 
-@pytest.mark.slow
-def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_same_files(text, tmp_path):
-    options = ("--append-eos", "--shard-tokens", "200000")
-    assert _run(text, tmp_path / "whole", *options, "--workers", "2").code == 0
-    kills = 0
-    for attempt in range(6):
-        process = _tokenize(text, tmp_path / "out", *options, "--workers", str(1 + attempt % 3))
-        until((tmp_path / "out.unfinished").exists, lambda process=process: process.process.poll() is None)
-        time.sleep(random.uniform(0, 0.5) if attempt else 0)  # the first attempt is not delayed
-        os.killpg(process.process.pid, signal.SIGKILL)
-        kills += finish(process).code == 128 + signal.SIGKILL
-        if (tmp_path / "out").exists():
-            break
-    if not (tmp_path / "out").exists():
-        ended = _run(text, tmp_path / "out", *options)
-        assert ended.code == 0, ended.err
-    assert kills
-    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
-
-
-def test_killed_after_its_first_unit_the_command_does_not_repeat_it(text, tmp_path):
+def test_killed_after_its_first_unit_it_does_not_do_that_again_and_gives_the_same_files(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
     until(lambda: _units(tmp_path / "out"))
     os.killpg(process.process.pid, signal.SIGKILL)
@@ -128,6 +106,8 @@ def test_killed_after_its_first_unit_the_command_does_not_repeat_it(text, tmp_pa
     ended = _run(text, tmp_path / "out", "--workers", "1")
     assert ended.code == 0, ended.err
     assert re.search(r"; (\d+) of \d+ units were finished before", ended.err)[1] == str(len(times))
+    assert _run(text, tmp_path / "whole", "--workers", "2").code == 0
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
 
 
 @pytest.mark.slow
