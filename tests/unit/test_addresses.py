@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.end_to_end.launcher import free_port
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.launch import addresses, layout, process
@@ -122,12 +123,6 @@ def test_a_launcher_names_variables_of_another_one_and_hides_them_from_its_ranks
 
 
 # ------------------------------------------------------------------------------------------------------------------ stores
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def answer_and_close(server: socket.socket) -> None:
