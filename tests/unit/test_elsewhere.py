@@ -76,6 +76,7 @@ def test_the_command_lists_gpu_only_options_on_standard_error(monkeypatch, capsy
     assert out == "" and "llama_8b_1gpu.toml: no faults; this machine has no GPU" in err
     assert '\n  model.attention = "cudnn": ' in err
     assert "\n  memory: 59.8 GiB a rank for parameters, gradients and optimizer state" in err
+    assert "built-in tokenizer and data: a test of speed" in err
 
 
 @pytest.mark.parametrize(
@@ -91,9 +92,3 @@ def test_the_command_lists_gpu_only_options_on_standard_error(monkeypatch, capsy
 def test_a_large_model_on_built_in_data_is_one_visible_line(parameters, options, expected):
     found = built_in(read_config(FOLDER / "llama_124m.toml", options.split()), parameters)
     assert expected in found and bool(found) == bool(expected)
-
-
-def test_check_prints_that_line(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["titanlite check", str(FOLDER / "llama_124m.toml")])
-    tool.main()
-    assert "built-in tokenizer and data: a test of speed" in capsys.readouterr().err
