@@ -55,9 +55,9 @@ def test_the_same_gradients_give_the_weights_and_state_of_one_process(pools, cel
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, degrees):
-    found = resumes_bit_for_bit(pools, degrees, tmp_path, optimizer=LION, flavor="uneven")
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path):
+    """On one process; tests/own/test_together.py has meshes."""
+    found = resumes_bit_for_bit(pools, ONE, tmp_path, optimizer=LION, flavor="uneven")
     assert any(name.endswith(".mean") for name in found)
 
 

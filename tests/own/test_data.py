@@ -235,10 +235,10 @@ def test_samples_of_a_stream_have_no_numbers():
 
 # -------------------------------------------------------------------------------------------------------------- meshes
 
+# test_together.py has a map without a mask
 MASKED = {"document_mask": True, "dataset": SUMS}
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "2 x 2": (TWO_BY_TWO, MASKED),
-    "pp 2": ({"pp": 2}, {"dataset": SUMS, "local_batch_size": 2}),
     "cp 2": ({"cp": 2}, MASKED),
     "2 x 2, a mixture": (TWO_BY_TWO, MIXED),
 }

@@ -1,4 +1,4 @@
-"""A decay of the user's own: its rates, what is refused, its code as part of a run, and runs on meshes."""
+"""A decay of the user's own: its rates, what is refused, its code as part of a run, and a resumed run."""
 
 import importlib
 import json
@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from models import llama3
-from tests.distributed.as_one import as_one_process
-from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, reports, resumes_bit_for_bit
-from tests.distributed.test_variants import MOE, SPLIT
+from tests.distributed.test_resume import ONE, STEPS, reports, resumes_bit_for_bit
 from tests.unit.test_resume import DATA, SOURCE
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Manifest
@@ -165,22 +162,9 @@ def test_a_resume_with_other_code_of_a_part_is_refused_with_its_difference(tmp_p
     monkeypatch.delitem(sys.modules, "changing_part_of_mine")
 
 
-# -------------------------------------------------------------------------------------------------------------- meshes
+# -------------------------------------------------------------------------------------- a run; test_together.py has meshes
 
 KEYS = {"decay_type": OWN, "warmup_steps": 2, "options": {"power": 1.0}}
-MESHES = {
-    "2 x 2": (TWO_BY_TWO, {}),
-    "pp 2": ({"pp": 2}, {"training": {"local_batch_size": 2}}),
-    "cp 2": ({"cp": 2}, {}),
-    "ep 2": (SPLIT, MOE),
-}
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_losses_and_updates_are_those_of_one_process(pools, name):
-    degrees, keys = MESHES[name]
-    sections = {"flavor": "plain", **keys, "training": {"steps": 4, **keys.get("training", {})}}
-    as_one_process(pools, degrees, lambda mesh: config_of(mesh, lr_scheduler=KEYS, **sections))
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_keeps_the_code(pools, tmp_path):
