@@ -281,8 +281,6 @@ def test_a_folder_without_permission_is_refused(monkeypatch, place, denied, keys
     ("table", "without", "entry", "expected"),
     [
         ("sharding", "layers.*.ffn.w2", {}, "sharding: no pattern matches layers.*.ffn.w2"),
-        ("sharding", None, {"layers.*.ffn.w9": "row"}, "sharding: the pattern 'layers.*.ffn.w9' matches nothing"),
-        ("sharding", "head.norm", {"head.norm": "rows"}, "sharding: head.norm has the unknown style 'rows'"),
         ("initial", "*", {"[!h]*": None}, "initial: no pattern matches head.output.weight"),
         ("initial", "*", {"*": None, "*.gate": None}, "initial: the pattern '*.gate' matches nothing"),
     ],
