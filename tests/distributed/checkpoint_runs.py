@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, full_run, mesh_of
-from tests.distributed.test_resume import Degrees, reports, run_config, stored
+from tests.distributed.test_resume import Degrees, reports, run_config, same_tensors
 from titanlite.checkpoint import load, manifest, save
 from titanlite.checkpoint.folder import check_shared
 from titanlite.checkpoint.save import Saver
@@ -279,9 +279,7 @@ def resumed(folder: Path) -> list[int]:
 def assert_same(found: Path, expected: Path, step: int) -> None:
     """Asserts that two runs are equal bit for bit."""
     assert losses(found) == losses(expected)
-    here, there = stored(found, step), stored(expected, step)
-    assert here.keys() == there.keys()
-    assert [name for name in there if not torch.equal(here[name], there[name])] == []
+    same_tensors(found, expected, step)
 
 
 def assert_sound(source: Path) -> None:

@@ -76,10 +76,15 @@ def resumes_bit_for_bit(pools: dict[int, Pool], degrees: Degrees, folder: Path, 
 
 def assert_same_end(folder: Path) -> dict[str, Tensor]:
     assert losses(folder / "parts") == losses(folder / "whole")
-    expected, found = stored(folder / "whole", STEPS), stored(folder / "parts", STEPS)
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
-    return found
+    return same_tensors(folder / "parts", folder / "whole", STEPS)
+
+
+def same_tensors(found: Path, expected: Path, step: int) -> dict[str, Tensor]:
+    """That the checkpoints of a step of two runs hold the same tensors, bit for bit; returns them."""
+    here, there = stored(found, step), stored(expected, step)
+    assert here.keys() == there.keys()
+    assert [name for name in there if not torch.equal(here[name], there[name])] == []
+    return here
 
 
 @pytest.mark.parametrize(

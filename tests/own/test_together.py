@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.distributed.as_one import trajectory_of
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run_config, stored
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run_config, same_tensors
 from tests.own.parts import Lion, smoothed
 from tests.repetitions import slow_but
 from titanlite.parallel.mesh import ranks_of
@@ -72,8 +72,7 @@ def test_a_stream_and_the_other_parts_resume_bit_for_bit_and_train_as_on_one_pro
     )
     assert parts == whole and len(whole) == 4
     assert whole == [pytest.approx(each, rel=1e-5) for each in one]
-    expected, found = (stored(tmp_path / folder, 4) for folder in ("whole", "parts"))
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    same_tensors(tmp_path / "parts", tmp_path / "whole", 4)
 
 
 class OfTheShard(Lion):
