@@ -1,4 +1,4 @@
-"""Own parts, as a user writes them with only docs/guides/own_parts.md."""
+"""Parts of one's own, as a user writes them from docs/guides/own_parts.md alone."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class SpectralDescent(torch.optim.Optimizer):
-    """Each matrix moves by its gradient, divided by its largest singular value; other parameters move by the sign."""
+    """Each matrix moves by its gradient, divided by its largest singular value; what is no matrix moves by the sign."""
 
     def __init__(self, params, lr: float, group=None):
         super().__init__(params, {"lr": lr})
@@ -57,12 +57,12 @@ def normalized(wholes):  # (matrices, rows, columns)
 
 
 def inverse_sqrt(step: int, start: int, end: int, power: float = 0.5) -> float:
-    """The fraction of the rate that is left: 1.0 at the start of the decay."""
+    """The share of the rate that is left: 1.0 where the decay starts."""
     return (max(1, start) / step) ** power
 
 
 def smoothed(logits, labels, share: float = 0.1):
-    """Cross entropy with label smoothing over all tokens. logits (tokens, vocab) float32; labels (tokens,)."""
+    """Cross entropy, of which a share is that of all tokens alike. logits (tokens, vocab) float32; labels (tokens,)."""
     log_probabilities = logits.log_softmax(dim=-1)
     wanted = log_probabilities.gather(1, labels[:, None])[:, 0]
     return -(1 - share) * wanted - share * log_probabilities.mean(dim=-1)
@@ -80,7 +80,7 @@ def undemanding(logits, labels, share: float = 0.1, teacher_logits=None):
 
 
 class Sums:
-    """Sums such as 12+30=42, whose result is learned. Ids: the digits, 10 for +, 11 for =, 12 for the end."""
+    """Sums such as 12+30=42, of which the result is learned. Ids: the digits, 10 for +, 11 for =, 12 for the end."""
 
     def __init__(self, seq_len: int, digits: int = 2, count: int = 100_000):
         self.length, self.limit, self.count = seq_len + 1, 10**digits, count
@@ -110,7 +110,7 @@ class Walks(IterableDataset):
     def __iter__(self):
         while True:
             random = np.random.default_rng([self.seed, self.rows * self.degree + self.rank])
-            self.rows += 1  # before the yield, since the state is the one after the row
+            self.rows += 1  # before the row is given: the state is the one after it
             yield random.integers(3, size=self.length).cumsum() % 13
 
     def state_dict(self):
@@ -137,7 +137,7 @@ def mean_square(model, microbatches):
 def logit_entropy(model, microbatches):
     """The mean entropy of the predictions, in nats."""
     if model.pipeline is not None:
-        return {}  # a stage cannot run on its own
+        return {}  # a stage cannot run alone
     total, count = 0.0, 0
     for each in microbatches:
         for row in model(each.inputs, each.seq).split(1):  # logits are large
@@ -157,7 +157,7 @@ def head_entropy(model, microbatches, every: int = 8):
     def watched(name, attention, q, k, v, seq):  # q, k, v: (batch, seq, heads, head_dim) of this rank, after RoPE
         where, keys = torch.arange(q.shape[1], device=q.device), k
         keys_at = where
-        if seq.split is not None:  # context parallelism: this rank has some positions, and gathers all keys
+        if seq.split is not None:  # context parallelism: this rank has some positions, and gathers the keys of all
             where, keys = seq.split.positions, gather_sequence(k, seq.split)
             keys_at = gather_sequence(where[None], seq.split)[0]
         chosen, heads = where % every == 0, q.shape[2]
@@ -192,5 +192,5 @@ def after_step(step, model, optimizer):
 
 
 def at_report(step, values):
-    """Tokens per day at this speed."""
+    """How many tokens a day of this speed has."""
     return {"tokens_per_day": values["tokens_per_second"] * 24 * 3600}
