@@ -115,7 +115,7 @@ class Pool:
         os.kill(self.workers[rank].pid, signal.SIGUSR1)
         file = Path(self.folder.name) / f"stack-{rank}"
         with contextlib.suppress(AssertionError):  # it may not answer this signal either
-            until(lambda: file.stat().st_size, patience=30)
+            until(lambda: " in _work" in file.read_text(), patience=30)  # the main thread's last frames: it is whole
         return file.read_text()
 
 
