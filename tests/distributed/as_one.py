@@ -1,4 +1,4 @@
-"""What tests of meshes ask of a configuration: that a mesh trains as one process does."""
+"""Comparisons of a run on a mesh with the same run on one process."""
 
 from collections.abc import Callable
 

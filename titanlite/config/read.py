@@ -258,10 +258,11 @@ def _sentence(path: tuple[Any, ...], errors: list[Any], origins: dict[str, Confi
     """One line for the errors in a key, or in an entry of a list of tables, such as [[training.sources]]."""
     key = ".".join(path[:2])
     where, name = (f"{key}, entry {path[2] + 1}: ", "".join(path[3:])) if len(path) > 2 else ("", key)
-    return where + sentence(errors, name, origins[key].name if key in origins else "", _unknown(path))
+    found = where + sentence(errors, name, origins[key].name if key in origins else "", _unknown(path, errors[0]["input"]))
+    return f"{found}; write [{key}] with its keys below" if errors[0]["type"] == "model_type" and len(path) == 1 else found
 
 
-def _unknown(path: tuple[Any, ...]) -> str:
+def _unknown(path: tuple[Any, ...], value: Any) -> str:
     """What is said of a key that the schema does not have, with what was probably meant."""
     key, name = ".".join(map(str, path)), str(path[-1])
     if len(path) > 2:
@@ -274,7 +275,8 @@ def _unknown(path: tuple[Any, ...]) -> str:
         hint = suggest(name, list(SECTIONS[path[0]].model_fields), f"{path[0]}.")
     else:
         hint = suggest(name, list(SECTIONS))
-    return f"no such {'key' if len(path) == 2 else 'section'}{hint}"
+    what = "no such key" if len(path) == 2 else "no such section" if isinstance(value, dict) else "is in no section"
+    return what + hint
 
 
 def suggest(word: str, known: list[str], prefix: str = "") -> str:

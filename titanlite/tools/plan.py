@@ -14,6 +14,7 @@ Exit code 0 with a mesh, 1 when none fits, 2 for a fault of the configuration.
 
 import json
 import os
+import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -26,6 +27,7 @@ from titanlite.config.read import Faults, read_config, read_words
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import BEFORE_2_13
+from titanlite.launch import children
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
 from titanlite.plan.calibrate import calibrate
@@ -139,8 +141,11 @@ def sound(
 
 def predicted(config: Config, ranks: int, device_type: str) -> int:
     """Bytes by `predict`, in a process of its own: DTensor's caches name the process groups of a mesh that is gone."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(predict, config, ranks, device_type).result().memory.total
+    spawn, end = get_context("spawn"), children.end_with_parent
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=end, initargs=(os.getpid(),)) as pool:
+        with children.starting({signal.SIGINT}):
+            running = pool.submit(predict, config, ranks, device_type)
+        return running.result().memory.total
 
 
 def lines(winners: list[Winner], config: Config, job: Job, gpus: int, device: str, refused: int) -> list[str]:
