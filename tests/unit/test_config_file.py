@@ -126,7 +126,7 @@ def test_all_faults_are_reported_together_each_with_its_origin(tmp_path):
     [
         ("[optimizer]\nlearning_rate = 1\n", "no such key; there are: name, lr, beta1"),
         ("[training]\nlr = 1\n", "training.lr = 1 (run.toml): no such key; did you mean optimizer.lr?"),
-        ("steps = 5\n", "steps = 5 (run.toml): no such section; did you mean training.steps or validation.steps?"),
+        ("steps = 5\n", "steps = 5 (run.toml): is in no section; did you mean training.steps or validation.steps?"),
     ],
 )
 def test_an_unknown_key_gets_a_suggestion(tmp_path, text, expected):
