@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +22,10 @@ from titanlite.plan.layers import Layers
 from titanlite.plan.moments import PHASES
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
-from titanlite.plan.shape import Layer, Matrix, Shape
+from titanlite.plan.shape import ExpertShape, Layer, Matrix, Shape
 from titanlite.plan.step import Update, measure_update, simulated_ranks
 from titanlite.plan.time import Choice, Job, device_named, step
-from titanlite.registry.family import Family, family_of
+from titanlite.registry.family import Family, family_names, family_of, load_family
 
 
 def predicted(case: Case) -> Prediction:
@@ -157,6 +158,33 @@ def test_the_model_of_time_recomputes_the_matmuls_that_are_recomputed():
     for mode, reduced, more in (("selective", "per operation", 0), ("full", "full", attention)):
         again = predicted(case._replace(reduced=reduced)).work.flops - without - more
         assert again == pytest.approx(2 * tokens * depth * layer.dense_parameters * layer.recomputed(shape.dim, mode)), mode
+
+
+FORKS = [f"tests.forks.right.{path.stem}" for path in sorted(Path("tests/forks/right").glob("[!_]*.py"))]
+
+
+def shape_of(name: str) -> Shape:
+    family = load_family(name, "plain" if "." in name else "debug")
+    return Shape.of(family, family.on_meta(), 512)
+
+
+@pytest.mark.parametrize("name", [*family_names(), *FORKS])
+def test_the_model_of_time_sees_every_large_matmul_of_a_family_or_fork(name):
+    """Of a token's FLOPs less than 1%, such as those of a small router, is of no linear layer, experts or attention."""
+    family, shape = load_family(name, "plain" if "." in name else "debug"), shape_of(name)
+    assert shape.others < 0.01 * family.module.flops(family.config, 1).causal
+
+
+def test_the_model_of_time_takes_a_fork_as_it_runs():
+    """Blocks that run twice, a router of a class that no family has, and latent attention, whose keys each head has."""
+    ((once, _),), ((twice, _),) = shape_of(tiny.__name__).layers, shape_of("tests.forks.right.looped").layers
+    assert twice.multiplied(64) == 2 * once.multiplied(64) and twice.dense_parameters == once.dense_parameters
+    assert shape_of("tests.forks.right.own_router").layers[0][0].experts == ExpertShape(8, 1, 96)
+    assert (once.keys, twice.keys, shape_of("tests.forks.right.latent_attention").layers[0][0].keys) == (64, 128, 8 * (20 + 12))
+    of = Job(shape_of(tiny.__name__)._replace(others=0.0), device_named("h100"), 8, 512, 64)
+    more = of._replace(shape=of.shape._replace(others=1e9))
+    added = step(more, Choice()).matmuls - step(of, Choice()).matmuls
+    assert added == pytest.approx(64 * 512 * 1e9 / (of.peak * of.device.matmul))
 
 
 LAYER = Layer(

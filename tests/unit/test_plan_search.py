@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.plan_score import by_device, score
 from benchmarks.published import FILE
-from titanlite.config.read import read_config
+from titanlite.config.read import Faults, read_config
 from titanlite.ground.errors import UserError
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
 from titanlite.plan.report import RESERVE
@@ -226,6 +226,14 @@ def test_where_no_mesh_fits_the_command_ends_with_1(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         tool.main()
     assert ended.value.code == 1 and "no mesh of 8 x h100 fits" in capsys.readouterr().out
+
+
+def test_a_fault_that_every_mesh_has_is_one_of_the_configuration(monkeypatch):
+    values = {"model.name": "tests.tiny", "model.flavor": "plain", "training.mixed_precision_param": "bfloat16"}
+    words = [word for key, value in {**values, "training.global_batch_size": "64"}.items() for word in (f"--{key}", value)]
+    monkeypatch.setattr(sys, "argv", ["plan", "train_configs/llama_debug.toml", "--gpus", "8", *words])
+    with pytest.raises(Faults, match=r"1 fault\n  model.hf_assets_path: the default tokenizer"):
+        tool.main()
 
 
 def test_an_unknown_device_is_named():

@@ -1,13 +1,17 @@
 """Which layers of a model are run to predict all of them: those that differ in what they are or in what surrounds them."""
 
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from models.attention import AttentionCore
 from models.decoder import Decoder
+from models.moe import Experts
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import tree_flatten
 from titanlite.registry.family import Family
@@ -28,7 +32,8 @@ class Layers(NamedTuple):
     @classmethod
     def of(cls, model: Decoder, family: Family, config: Config) -> "Layers":
         """model: the whole model, as it is run. What a layer does is found from its modules and from its arguments."""
-        names, given = tuple(model.layers), _arguments(family, config)
+        names = tuple(model.layers)
+        given, _ = run_kinds(on_meta(family, config), config.training.seq_len)
         kinds = [(_modules(model.layers[name]), _parameters(model.layers[name]), given[name]) for name in names]
         # FSDP gathers so many layers ahead, and frees a layer's buffers while the next one runs.
         few, equals = _shortest(kinds, max(1, config.parallelism.fsdp_prefetch))
@@ -58,11 +63,14 @@ class Layers(NamedTuple):
         return measure(tuple(ones)), [(len(equals) - 1, measure((*ones, equals[1]))) for equals in several]
 
 
-def _arguments(family: Family, config: Config) -> dict[str, Hashable]:
-    """What the model gives to each layer, such as a mask, by types and shapes. A forward pass runs one layer of each kind."""
-    model = on_meta(family, config)
+def run_kinds(model: Decoder, seq_len: int) -> tuple[dict[str, Hashable], dict[str, Counter[str]]]:
+    """Of each layer: what the model gives to it, such as a mask, by types and shapes, and `used` of its calls together.
+
+    It is a forward pass without memory that runs one layer of each kind. model: on the meta device, for nothing else.
+    """
     given: dict[str, Hashable] = {}
-    results: dict[Hashable, Any] = {}
+    uses: dict[str, Counter[str]] = {name: Counter() for name in model.layers}
+    results: dict[Hashable, tuple[Any, Counter[str]]] = {}
 
     def run(name: str, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         modules = _modules(layer), _parameters(layer)
@@ -72,15 +80,39 @@ def _arguments(family: Family, config: Config) -> dict[str, Hashable]:
             given[name] = str(structure), tuple(map(_shape, values))
             kind = modules, given[name]
             if kind not in results:
-                results[kind] = forward(*args, **kwargs)
-            return results[kind]
+                with used(layer) as own:
+                    results[kind] = forward(*args, **kwargs), own
+            result, own = results[kind]
+            uses[name].update(own)
+            return result
 
         return recorded
 
     for name, layer in model.layers.items():
         layer.forward = run(name, layer, layer.forward)
-    run_forward(model, 1, config.training.seq_len)
-    return given
+    run_forward(model, 1, seq_len)
+    return given, uses
+
+
+@contextmanager
+def used(layer: nn.Module) -> Iterator[Counter[str]]:
+    """By name in the layer: how often linear layers and attention are called, and to how many experts a token goes."""
+    uses: Counter[str] = Counter()
+
+    def note(name: str) -> Callable[..., None]:
+        def noted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+            if isinstance(module, Experts):
+                uses[name] += (kwargs["chosen"] if "chosen" in kwargs else args[2]).shape[1]
+            else:
+                uses[name] += 1
+
+        return noted
+
+    watched = [(name, each) for name, each in layer.named_modules() if isinstance(each, nn.Linear | AttentionCore | Experts)]
+    hooks = [each.register_forward_hook(note(name), with_kwargs=True) for name, each in watched]
+    yield uses
+    for hook in hooks:
+        hook.remove()
 
 
 def _shape(value: Any) -> Any:

@@ -217,7 +217,7 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
     tokens = choice.microbatch * job.seq_len / choice.cp
     own, hidden = tokens / tp, job.item * tokens * shape.dim  # between blocks the sequence is split; bytes of hidden states
     seconds, values = 0.0, _STREAMS * shape.dim * own
-    for rows, columns, split in layer.matrices:
+    for rows, columns, split in (each[:3] for each in layer.matrices for _ in range(each.times)):
         # Without a style, each rank of tp multiplies its own tokens.
         many, parts = (tokens, tp) if split else (own, 1)
         seconds += matmul(
@@ -245,7 +245,7 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
     elementwise = job.item * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else _UNFUSED)
     if job.device.cpu_ranks:
         elementwise += _CALLS * job.device.launch_microseconds * 1e-6
-    gathers = 2 * sum(each.split == "row" for each in layer.matrices)
+    gathers = 2 * sum(each.times * (each.split == "row") for each in layer.matrices)
     waits = gathers * ring(job, tp, 1, hidden) * (_ASYNC_TP if job.async_tp else 1)
     keys = job.item * choice.microbatch * job.seq_len * layer.keys / tp
     return Pass(seconds, elementwise, waits, ring(job, choice.cp, tp, keys), exchanged)
@@ -306,6 +306,7 @@ def step(job: Job, choice: Choice) -> Seconds:
             busy = 0.0 if device.cpu_ranks else ahead.matmuls + ahead.elementwise + attention / 3
             behind = busy * (2 + again) + (0.0 if device.cpu_ranks else ahead.tp)
             fsdp += often * (overlapped(gather, busy) + overlapped((gather if job.reshard else 0.0) + reduce, behind))
+    parts[0] += shape.others * tokens / choice.tp / (job.peak * device.matmul)
     head = 3 * matmul(job, tokens, shape.vocab / choice.tp, shape.dim)
     logits = _LOGITS * tokens * shape.vocab / choice.tp / (device.memory_gb_per_second * 1e9)
     stages = choice.pp * choice.stages
@@ -353,7 +354,7 @@ def memory(job: Job, choice: Choice) -> float:
     states = 4 * job.weight_bytes * parameters_of_rank(job, choice)
     kept, widest, gathered = 0.0, 0.0, 0.0
     for layer, often in shape.layers:
-        rows = sum(each.rows for each in layer.matrices)
+        rows = sum(each.times * each.rows for each in layer.matrices)
         copies = layer.experts.top_k * (shape.dim + 2 * layer.experts.hidden) if layer.experts else 0
         # What matmuls and norms read. Uncompiled blocks keep the results of other operations too, tensor parallelism what it
         # gathers: 52 GiB by estimate of Llama 70B on pp 4 x cp 4 x tp 2.

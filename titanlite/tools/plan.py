@@ -115,9 +115,13 @@ def read_job(config: Config, words: list[str], device: str, node: int) -> Job:
 def sound(
     found: list[Candidate], path: str, words: list[str], ranks: int, job: Job, top: int
 ) -> tuple[list[Winner], list[str]]:
-    """(the first candidates that `check` accepts, of which the first fits by `estimate`; why others are refused)."""
+    """(the first candidates that `check` accepts, of which the first fits by `estimate`; why others are refused).
+
+    Raises Faults for those that all candidates have: they are of the configuration, not of a mesh.
+    """
     winners: list[Winner] = []
     refused: list[str] = []
+    faulty: list[Faults] = []
     on_cpu = job.device.cpu_ranks > 0
     for candidate in found[:_TRIED]:
         chosen = [word for key, value in keys_of(candidate.choice).items() for word in (f"--{key}", str(value))]
@@ -126,6 +130,7 @@ def sound(
             check(config, path, ranks, open_files=False, elsewhere=not (torch.cuda.is_available() or on_cpu))
         except Faults as faults:
             refused.append(f"{name_of(candidate.choice)}: {faults.faults[0]}")
+            faulty.append(faults)
             continue
         measured = None
         if not winners and not BEFORE_2_13:  # which cannot predict with bfloat16
@@ -136,6 +141,9 @@ def sound(
         winners.append(Winner(candidate, measured))
         if len(winners) == top:
             break
+    if faulty and len(faulty) == len(found[:_TRIED]):
+        if common := [fault for fault in faulty[0].faults if all(fault in each.faults for each in faulty)]:
+            raise Faults(path, common)
     return winners, refused
 
 
