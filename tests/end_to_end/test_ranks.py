@@ -75,7 +75,7 @@ def test_a_killed_rank_is_named_with_the_likely_cause():
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # no such file; or no such process, where it ends between opening and reading
         return False
 
 

@@ -80,12 +80,12 @@ def main() -> None:
         reason = f"; the best are refused: {refused[0]}" if refused else ", or none divides the model and the batch"
         print(f"{config.model.title}: no mesh of {options.gpus} x {options.device} fits{reason}")
         sys.exit(1)
-    print("\n".join(lines(winners, config, job, options.gpus, options.device, len(refused))))
     if options.output:
         write(options.output, path, keys_of(winners[0].candidate.choice))
     if options.trace:
         trace = {"traceEvents": events(job, winners[0].candidate.choice), "displayTimeUnit": "ms"}
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
+    print("\n".join(lines(winners, config, job, options.gpus, options.device, len(refused))))
 
 
 def write_device(path: Path, ranks: int | None, minutes: float, words: list[str]) -> None:
