@@ -12,7 +12,7 @@ import argparse
 
 from models import deepseek_v3, qwen3_moe
 from models.all_to_all import Layout
-from titanlite.plan.experts import on_busiest_rank
+from titanlite.plan.experts import on_rank_0
 
 CASES = {
     "qwen3_moe:30b-a3b": (qwen3_moe.FLAVORS["30b-a3b"], 8),
@@ -33,7 +33,7 @@ ALL_TO_ALLS = {"no recomputation": (4, 4), "full": (6, 5)}
 def reached(experts: int, ranks: int, top_k: int) -> float:
     """The number of ranks (or nodes) to which a token is sent, of those over which experts are split."""
     layout = Layout(ranks, experts // ranks, TOKENS, top_k, int(1.5 * TOKENS * top_k))
-    return on_busiest_rank((1,) * experts, layout)[0].sent / TOKENS
+    return on_rank_0("balanced", layout)[0].sent / TOKENS
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ programs, and are summed over threads. The contestants:
 - only the nine matmuls of each expert: by `torch.mm`, which transformers uses, and as titanlite computes them. No
 implementation with the same matmuls can be faster.
 
-`--allocator keep` is what run_train.sh sets on a CPU. Routing is balanced; for 64 experts with top 8, it is also that of
-`--trace`: the shares of one layer in a run's routing.json.
+`--allocator keep` is what run_train.sh sets on a CPU. Routing is balanced; for 64 experts with top 8, it is also "recorded":
+the shares of the least balanced layer of results/routing_debug.json, after 120 steps of training.
 """
 
 import argparse
@@ -36,9 +36,8 @@ from benchmarks.allocators import ALLOCATORS, environment
 from benchmarks.throughput import commit, hardware
 from models.grouped import _multiply
 from models.moe import Experts, MoE, Router
-from titanlite.plan.trace import read_trace
 
-_TRACE = Path(__file__).parent / "results/routing_debug.json"
+_RECORDED = Path(__file__).parent / "results/routing_debug.json"
 _OURS = "titanlite"
 
 
@@ -216,7 +215,6 @@ def main(words: list[str]) -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--allocator", choices=ALLOCATORS, default="keep", help="of benchmarks/allocators.py")
     parser.add_argument("--no-loop", action="store_true", help="without transformers' loop over experts, the slowest by far")
-    parser.add_argument("--trace", type=Path, default=_TRACE, help="a run's folder, or its routing.json")
     parser.add_argument("--output", type=Path, help="a JSON file for all results")
     args = parser.parse_args(words)
     variables = environment(args.allocator)
@@ -226,9 +224,10 @@ def main(words: list[str]) -> None:
     torch.set_num_threads(args.threads)
     shape = SHAPES[args.shape]
     shares = {"balanced": [1] * shape.experts}
-    layer = max(read_trace(args.trace).mixtures, key=lambda each: max(each.counts) / sum(each.counts))  # the least balanced one
-    if (len(layer.counts), layer.top_k) == (shape.experts, shape.top_k):
-        shares["recorded"] = layer.counts
+    layers = json.loads(_RECORDED.read_text(encoding="utf-8"))["mixtures"]
+    layer = max(layers, key=lambda each: max(each["counts"]) / sum(each["counts"]))
+    if (len(layer["counts"]), layer["top_k"]) == (shape.experts, shape.top_k):
+        shares["recorded"] = layer["counts"]
     routings = {}
     for name, each in shares.items():
         counts = spread(each, args.tokens * shape.top_k)

@@ -35,7 +35,6 @@ from titanlite.ground.run_files import read_entries, read_reports, read_starts
 from titanlite.ground.untrusted import MIB, read_toml
 from titanlite.hf.folder import INDEX, SINGLE, find_weights, their_names
 from titanlite.loop.divergence import rollbacks
-from titanlite.plan.trace import read_trace
 from titanlite.registry.family import load_family
 from titanlite.tools.convert_config import convert
 from titanlite.tools.open_model import recognize
@@ -460,16 +459,11 @@ def _write_run(folder: Path) -> None:
     (folder / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
     start = {"time": "2026", "command": ["titanlite", "train"], "global_batch": 8, "model_source": None, "git": None}
     _dump(folder / "provenance.json", [start])
-    _dump(folder / "routing.json", {"step": 7, "mixtures": [{"top_k": 2, "counts": [3, 5, 0, 8]}] * 2})
 
 
 RUNS = [
     Kind("metrics", "metrics.jsonl", _write_run, lambda: [r["step"] for r in read_reports(Path("metrics.jsonl"))], lines=True,
          optional=True, empty_is_right=True),
-    Kind("routing", "routing.json", _write_run, lambda: read_trace(Path()).model_dump(), 64 * MIB, contradictions={
-        "no row": _set("mixtures", 0, "counts", value=[0, 0, 0, 0]),
-        "no mixture": _set("mixtures", value=[]),
-    }),
     Kind("incidents", "incidents.jsonl", _write_run, lambda: rollbacks(read_entries(Path("incidents.jsonl"))), lines=True,
          optional=True, empty_is_right=True, contradictions={
         "a rollback without its place": lambda values: values.pop("to_step") and None,

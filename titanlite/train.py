@@ -49,7 +49,6 @@ from titanlite.loop.step import begin_training, forward_backward, update, warn_o
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.balance import load as expert_load
-from titanlite.optim.balance import routing
 from titanlite.optim.ema import ema_of
 from titanlite.optim.lr_schedule import check_ranks
 from titanlite.optim.state import run_tensors
@@ -203,7 +202,6 @@ def train(
             values |= {"peak_memory_gib": largest_peak_gib(device)}
             values |= own_code.values(step, values, model, batch)
             reporter.report(step, values)
-            reporter.routing(step, routing(model))
             log.info(console_line(step, training.steps, values))
             clock.restart()
         if saver and saving:

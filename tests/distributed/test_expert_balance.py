@@ -12,7 +12,6 @@ from tests.distributed.mixtures import MARGIN
 from tests.distributed.scenarios import CPU, MODES, config_of, degrees_of, mesh_of, rank_batches
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
-from titanlite.optim.balance import routing
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import ranks_of
 from titanlite.verify.compare import begin, compare, follow
@@ -90,22 +89,3 @@ def test_balance_losses_of_sequences_split_over_ranks_equal_one_process(pools, m
     pool = pools[ranks_of(degrees)]
     found, _ = pool.run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0]
     assert [str(each) for each in compare(found, expected).excessive] == []
-
-
-def recorded(degrees: dict[str, int], config: Config) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """(the record of this rank, its own counts of the latest microbatch)."""
-    torch._dynamo.reset()
-    run = begin(config, mesh_of(degrees), CPU)
-    for _ in follow(run, build_schedule(config), rank_batches(config, run.mesh), range(1, 3)):
-        pass
-    return routing(run.model), [router.counts.tolist() for router in routers_of(run.model)]
-
-
-def test_rank_0_records_the_routing_of_its_expert_parallel_group(pools):
-    """Of a microbatch, over the two of four ranks that share all experts with rank 0; without a split, over all ranks."""
-    for ep, together in ((2, 2), (1, 4)):
-        degrees = {"dp_shard": 4, "ep": ep}
-        config = config_of_cell(degrees, {}, 2)
-        ranks = pools[4].run(f"{HERE}:recorded", degrees=degrees, config=config)
-        sums = torch.tensor([counts for _, counts in ranks[:together]]).sum(0).tolist()
-        assert ranks[0][0] == [{"top_k": 2, "counts": counts} for counts in sums]

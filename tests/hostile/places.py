@@ -32,7 +32,7 @@ _FOLDERS = {  # keys that name folders in a run folder -> the defaults
     "profiling.save_traces_folder": "profile_traces",
     "profiling.save_memory_snapshot_folder": "memory_snapshot",
 }
-_FILES = (".lock", "config.toml", "provenance.json", "metrics.jsonl", "routing.json", "incidents.jsonl", "checkpoint/.lock")
+_FILES = (".lock", "config.toml", "provenance.json", "metrics.jsonl", "incidents.jsonl", "checkpoint/.lock")
 _STEP = "step-00000010"
 _DRAWN = 80  # cases
 

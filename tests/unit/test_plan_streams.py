@@ -109,7 +109,7 @@ def test_the_elementwise_bytes_of_a_block_are_those_of_its_fused_kernels(model, 
     counted.clear()
     with simulated_ranks(1):
         mesh = build_mesh(resolve_degrees(config.parallelism, 1), "cpu")
-        measure_memory(Setup(family, config, mesh, "cuda", {}, True), ["0"], False)
+        measure_memory(Setup(family, config, mesh, "cuda", "balanced", True), ["0"], False)
     job = job_of(config, "h200", 8, 1)
     layer = next(layer for layer, _ in job.shape.layers)
     once = forward(job, layer, Choice()).elementwise * job.device.memory_gb_per_second * 1e9

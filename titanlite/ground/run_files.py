@@ -16,7 +16,6 @@ LOCK = ".lock"  # the process that trains; also in the folder of checkpoints; bo
 CONFIG = "config.toml"  # the resolved configuration of the latest start
 PROVENANCE = "provenance.json"  # an entry for each start: command, git commit and diff, versions, mesh, data
 METRICS = "metrics.jsonl"  # an object for each reported step
-ROUTING = "routing.json"  # how many rows each expert of an MoE model had, at the latest report
 INCIDENTS = "incidents.jsonl"  # an object for each spike and each step that was not finite
 STACKS = "stacks"  # where ranks were when something went wrong
 COLLECTIVES = "comm_traces"  # NCCL's flight recorder

@@ -19,7 +19,7 @@ from models.blocks import Flops
 from titanlite.config.schema import Config
 from titanlite.ground.errors import at
 from titanlite.ground.files import append, replace_file, sync, tolerated
-from titanlite.ground.run_files import METRICS, ROUTING, read_reports
+from titanlite.ground.run_files import METRICS, read_reports
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +143,6 @@ class Reporter:
                     board.add_scalar(name, value, step)
 
         self._to_board(add)
-
-    def routing(self, step: int, mixtures: list[dict[str, Any]]) -> None:
-        """The routing of a step in place of an earlier one, to routing.json: its size does not grow. See optim/balance.py."""
-        if self._active and mixtures:
-            path = Path(self._config.job.dump_folder) / ROUTING
-            with tolerated(path):
-                replace_file(path, json.dumps({"step": step, "mixtures": mixtures}) + "\n")
 
     def samples(self, step: int, texts: list[str]) -> None:
         """Texts of the model, to TensorBoard, as code blocks that Markdown does not format."""

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.moe import Router, RouterLosses, experts_of, routers_of
+from models.moe import Router, RouterLosses, routers_of
 from titanlite.config.schema import Config
-from titanlite.ground.torch_private import resolve_process_group
 
 
 def balance_experts(
@@ -94,35 +93,18 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
 
 
 def _of_all_stages(model: nn.Module) -> list[tuple[Tensor, float | None]]:
-    """The counts of each router, on the CPU, and the range of its bias."""
+    """The counts of each router, on the CPU, and the range of its bias; in the order of the layers, of which a pipeline's
+    ranks have some each."""
     routers = _counting(model)
     biases = [router.bias for router in routers if router.bias is not None]
     ranges: list[Any] = torch.stack([bias.max() - bias.min() for bias in biases]).tolist() if biases else [None] * len(routers)
     counts = _summed_over_ranks(_step_counts(routers), torch.device("cpu"), getattr(model, "router_ranks", None))
-    return _in_order(model, list(zip(counts, ranges, strict=True)))
-
-
-def _in_order(model: nn.Module, of_routers: list[Any]) -> list[Any]:
-    """Values of this rank's routers -> those of all routers in the order of the layers; a pipeline's ranks have some each."""
+    of_routers = list(zip(counts, ranges, strict=True))
     if (pipeline := getattr(model, "pipeline", None)) is None:
         return of_routers
     layers = [int(name.split(".")[1]) for name, module in model.named_modules() if isinstance(module, Router)]
     every = sorted(pipeline.gathered(zip(layers, of_routers, strict=True)), key=lambda pair: pair[0])
     return [value for _, value in every]
-
-
-def routing(model: nn.Module) -> list[dict[str, Any]]:
-    """The rows that the all-to-all of each MoE layer has moved, for predictions: {"top_k": ..., "counts": rows of each expert}.
-
-    Of the latest microbatch, from the ranks among which this rank's experts are split; from all ranks if they are not. All
-    ranks together; one host sync.
-    """
-    routers = _counting(model)
-    exchange = next((experts.exchange for experts in experts_of(model)), None)
-    group = resolve_process_group(exchange.group_name) if exchange else getattr(model, "router_ranks", None)
-    latest = _summed_over_ranks([router.counts for router in routers if router.counts is not None], torch.device("cpu"), group)
-    found = [{"top_k": router.top_k, "counts": each.tolist()} for router, each in zip(routers, latest, strict=True)]
-    return _in_order(model, found)
 
 
 def _counting(model: nn.Module) -> list[Router]:

@@ -2,6 +2,7 @@
 PyTorch's dispatcher (models/exchange.py)."""
 
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,9 +11,9 @@ from models.all_to_all import Layout, cuts_of
 from models.exchange import layout_of
 from titanlite.ground.torch_private import disable_current_modes, packet
 
-Routing = Literal["balanced", "worst"] | list[int]
-"""Rows for the experts of rank 0. "balanced": as many as for those of any other rank. "worst": all rows of all ranks. A list:
-the recorded rows of each expert; rank 0 is then the busiest rank, for which the others wait."""
+Routing = Literal["balanced", "worst"]
+"""Rows for the experts of rank 0. "balanced": as many as for those of any other rank. "worst": as many of all tokens' rows as
+rank 0 has experts, so all where a token has no more experts than a rank."""
 
 _COUNTS, _DISPATCH, _COMBINE, _BACKWARD = (
     getattr(torch.ops.titanlite, name)
@@ -54,61 +55,37 @@ def exchanged(operation: Any, given: dict[str, Any], routing: Routing) -> Exchan
     """How much an operation with these arguments exchanges on rank 0; None for any other operation, and for that of counts."""
     if packet(operation) not in (_DISPATCH, _COMBINE, _BACKWARD):
         return None
-    (experts, hidden, dim), element = given["weights"][0].shape, given["weights"][0].element_size()
+    (_, hidden, dim), element = given["weights"][0].shape, given["weights"][0].element_size()
     layout = layout_of(given["chosen"], given["counts"], given["weights"], given["capacity"])
-    shares = {"balanced": (1,) * experts * layout.ranks, "worst": (1,) * experts + (0,) * experts * (layout.ranks - 1)}
-    own = shares[routing] if isinstance(routing, str) else tuple(routing)
-    return Exchanged(layout, dim, hidden, element, *on_busiest_rank(own, layout))
+    return Exchanged(layout, dim, hidden, element, *on_rank_0(routing, layout))
 
 
 @functools.cache
-def on_busiest_rank(shares: tuple[int, ...], layout: Layout) -> tuple[Load, Load]:
-    """What the rank that receives most rows does in all chunks and in those after the first two, on average.
-
-    shares: of the experts. All tokens choose alike, and an expert's share says nothing of which others a token has.
-    """
-    of_experts = [min(1.0, layout.copies * share / sum(shares)) for share in shares]  # how likely a token has each
-    of_ranks = [of_experts[first:][: layout.experts] for first in range(0, len(shares), layout.experts)]
-    reached, rows = [_any_of(each, of_experts, layout.copies) for each in of_ranks], [sum(each) for each in of_ranks]
-    busiest = max(range(layout.ranks), key=rows.__getitem__)
+def on_rank_0(routing: Routing, layout: Layout) -> tuple[Load, Load]:
+    """What rank 0 does in all chunks and in those after the first two, on average. No other rank receives more rows."""
+    every, others = layout.ranks * layout.experts, layout.ranks - 1
+    if routing == "worst":
+        here = layout.rows_of_token  # rows of each token that are for rank 0
+        stay, away = 1.0, others * _any_of(layout.experts, every - layout.experts, layout.copies - here)
+        rows = layout.ranks * here  # of one token of each rank
+    else:
+        stay = _any_of(layout.experts, every, layout.copies)
+        away, rows = others * stay, layout.copies
     with disable_current_modes():  # fake tensors have no values
         tokens = torch.tensor([min(layout.tokens, each * layout.part) for each in range(layout.parts + 1)])
-        cuts = cuts_of((torch.tensor(rows)[:, None] * layout.ranks * tokens).long(), layout)
+        cuts = cuts_of(rows * tokens[None], layout)
         kept = int(tokens[cuts[min(layout.kept_chunks, len(cuts) - 1)]])
 
     def load(chunks: int, tokens: int) -> Load:
         received = layout.ranks * tokens
-        return Load(
-            chunks,
-            round(sum(reached) * tokens),
-            round(reached[busiest] * tokens),
-            round(reached[busiest] * received),
-            round(rows[busiest] * received),
-        )
+        return Load(chunks, round((stay + away) * tokens), round(stay * tokens), round(stay * received), rows * tokens)
 
     return load(len(cuts) - 1, layout.tokens), load(max(0, len(cuts) - 1 - layout.kept_chunks), layout.tokens - kept)
 
 
-def _any_of(own: list[float], every: list[float], copies: int) -> float:
-    """How likely one of its own experts is among the `copies` experts of a token. own, every: how likely each one is.
-
-    By Poisson sampling, on the condition that there are so many (Chen et al., "Weighted finite population sampling to maximize
-    entropy", Biometrika 1994), with the odds of the unconditional one. With equal experts it is the hypergeometric one.
-    """
-    others = list(every)
-    for each in own:
-        others.remove(each)
-    return 1 - _ways(others, copies) / _ways(every, copies)
-
-
-def _ways(likely: list[float], copies: int) -> float:
-    """The elementary symmetric polynomial of degree `copies` of the odds."""
-    sums = [1.0] + [0.0] * copies
-    for each in likely:
-        odds = max(each, 1e-12) / max(1 - each, 1e-6)
-        for degree in range(copies, 0, -1):
-            sums[degree] += odds * sums[degree - 1]
-    return sums[copies]
+def _any_of(own: int, every: int, chosen: int) -> float:
+    """How likely one of `own` experts is among the `chosen` ones of a token, which are equally likely any of `every`."""
+    return 1 - math.comb(every - own, chosen) / math.comb(every, chosen)
 
 
 def temporary_bytes(operation: Any, given: dict[str, Any]) -> int:

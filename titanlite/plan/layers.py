@@ -47,10 +47,6 @@ class Layers(NamedTuple):
         """How many layers of the model this one of `few` stands for."""
         return [*self.stands_for.values()].count(name)
 
-    def each(self) -> "Layers":
-        """The same, where each layer stands for itself alone."""
-        return self._replace(few=self.whole, stands_for={name: name for name in self.whole})
-
     def add_up(self, measure: Callable[[tuple[str, ...]], Any]) -> tuple[Any, list[tuple[int, Any]]]:
         """(what is measured of one layer of each kind of parameters, [(how many more there are, the same with one more)]).
 

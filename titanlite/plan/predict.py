@@ -6,7 +6,7 @@ each layer that is equal to one of them. Only Muon updates the whole model.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import StageAssignment, assign_stages, flow_of, received_by_stages, split_layers, stage_costs
 from titanlite.plan import pipeline
+from titanlite.plan.experts import Routing
 from titanlite.plan.fused import register_backend
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
@@ -39,7 +40,6 @@ from titanlite.plan.step import (
     simulated_ranks,
     trained,
 )
-from titanlite.plan.trace import Trace, routings
 from titanlite.registry.family import family_of
 from titanlite.transforms.activation_checkpoint import PARTITIONED, compiler_recomputes
 from titanlite.transforms.dtypes import DTYPES
@@ -67,14 +67,11 @@ class Prediction(NamedTuple):
 
 
 @phase("predicting a step")
-def predict(
-    config: Config, ranks: int, device_type: str = "cuda", routing: Literal["balanced", "worst"] | Trace = "balanced"
-) -> Prediction:
+def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Routing = "balanced") -> Prediction:
     """What rank 0 of `ranks` will hold and do. The process must not have a process group; it has none afterwards.
 
     See `report.limits` for what is left out. device_type: "cuda" or "cpu", which differ in the number of chunks of the loss.
-    routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any. With a Trace,
-    rank 0 is in each layer the busiest rank. `check_trace` must have accepted it.
+    routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any.
     """
     precision = config.training.mixed_precision_param
     if BEFORE_2_13 and precision != "float32":  # its fake tensors take the loss's out_dtype for another argument, and fail
@@ -92,7 +89,7 @@ def predict(
         model, replicas = parallelize(family, config, mesh, torch.device("cpu")), mesh["dp_replicate"].size()
         microbatches = config.microbatches(data_degree(mesh))
         layers, fused = Layers.of(model, family, config), compiles(given, "loss")
-        setup = Setup(family, config, mesh, device_type, routings(model, routing), fused)
+        setup = Setup(family, config, mesh, device_type, routing, fused)
         accumulates = microbatches > 1  # otherwise no gradients exist before the backward pass
         held, host = measure_memory(setup, layers.few, accumulates), 0
         teacher = build_teacher(config, mesh, torch.device("cpu"))
@@ -101,20 +98,19 @@ def predict(
             host = sum(held.kept[layers.stands_for[name]] for name in layers.whole)
             held = offloaded(held)
         update = whole_update(layers, setup)
-        run = layers.each() if isinstance(routing, Trace) else layers  # with a trace no two layers do the same
         if not compiler_decides(config):  # a graph's collectives have no caller by which they could be named
             setup = setup._replace(config=config.model_copy(update={"compile": Compile()}))
-        measured = Measured(model, layers, run, held, update, microbatches)
+        measured = Measured(model, layers, held, update, microbatches)
         if degree > 1:
             flow = flow_of(whole, family_of(whole.model), mesh["tp"])
             setup = setup._replace(config=pipeline.flat(whole).model_copy(update={"compile": setup.config.compile}))
-            parts = measure_work(setup, run, in_a_pipeline(microbatches), kept=True)
+            parts = measure_work(setup, layers, in_a_pipeline(microbatches), kept=True)
         else:
             # all microbatches but the last one are equal
-            parts = measure_work(setup, run, [microbatches - 1, 1] if microbatches > 1 else [1])
+            parts = measure_work(setup, layers, [microbatches - 1, 1] if microbatches > 1 else [1])
     if degree > 1:
         return of_worst_rank(whole, ranks, parameters, measured, parts, flow)
-    passes = sum_of(parts, lambda scope: run.times(scope) if scope in run.few else 1)
+    passes = sum_of(parts, lambda scope: layers.times(scope) if scope in layers.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
     deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
     accumulated = gradients if accumulates else 0
@@ -138,8 +134,7 @@ class Measured(NamedTuple):
     """What is known of a whole model on the ranks of one stage."""
 
     model: Decoder  # parallelized
-    layers: Layers  # for memory
-    run: Layers  # for work
+    layers: Layers
     held: MicrobatchMemory  # of a microbatch
     update: Update
     microbatches: int
@@ -236,7 +231,7 @@ def work_of(
     share: StageAssignment, degree: int, measured: Measured, parts: list[ScopeWork], received: list[list[Tensor]]
 ) -> Work:
     """What a rank of a pipeline computes and sends in a step; of the update, in proportion to its parameters."""
-    own, part = part_of(measured.run, share), measured.part_of(share)
+    own, part = part_of(measured.layers, share), measured.part_of(share)
     often = {"embed": int(share.embed), "head": int(share.head)}
     passes = sum_of(parts, lambda scope: own.times(scope) if scope in own.few else often.get(scope, 1))
     updated = {

@@ -80,14 +80,12 @@ def ring_bytes(kind: str, size: int, ranks: int) -> int:
 class Recorder(TorchDispatchMode):
     """Sums the FLOPs and the collectives of all operations while it is active. Groups of one rank send nothing.
 
-    slices: of `mesh_slices`. routing: an attribute, of rows to experts that are split over ranks.
+    slices: of `mesh_slices`. routing: of rows to experts that are split over ranks.
     """
 
-    routing: experts.Routing = "balanced"
-
-    def __init__(self, slices: dict[tuple[str, ...], set[int]]) -> None:
+    def __init__(self, slices: dict[tuple[str, ...], set[int]], routing: experts.Routing = "balanced") -> None:
         super().__init__()
-        self._flops, self._slices = 0, slices
+        self._flops, self._slices, self._routing = 0, slices, routing
         self._traffic: dict[Channel, Traffic] = {}
         self._labels: list[str] = []  # of torch.profiler.record_function, innermost last
 
@@ -111,8 +109,8 @@ class Recorder(TorchDispatchMode):
                 self._labels.append(args[0])
             elif self._labels:
                 self._labels.pop()
-        elif messages := experts.messages(operation, given, self.routing):
-            self._flops += experts.flops(operation, given, self.routing)
+        elif messages := experts.messages(operation, given, self._routing):
+            self._flops += experts.flops(operation, given, self._routing)
             for what, calls, size, sent in messages:
                 self._add(group, what, "all-to-all", Traffic(calls, size, sent))
         elif formula := _FORMULAS.get(packet(operation)) or flop_registry.get(packet(operation)):

@@ -33,7 +33,6 @@ def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float,
 _ROWS = {
     "balanced": "the experts of every rank get as many rows",
     "worst": "rank 0's experts get all rows",
-    "recorded": "experts get the recorded shares, and rank 0 is the busiest rank of each layer, for which the others wait",
 }
 
 

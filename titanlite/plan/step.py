@@ -61,7 +61,7 @@ class Setup(NamedTuple):
     config: Config
     mesh: DeviceMesh
     device_type: str  # the device whose kernels compute, and whose chunk sizes the loss uses
-    routing: dict[str, Routing]  # of each MoE layer, for what is computed and sent; memory is for the worst
+    routing: Routing  # of all experts, for what is computed and sent; memory is for the worst
     fused_loss: bool  # whether the head's kernels are compiled
 
 
@@ -125,7 +125,7 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
 
     often_run: for each microbatch that is run, for how many of a step it stands. kept: parameters stay gathered until the end.
     """
-    model, recorder = _with_teacher(setup, layers.few), Recorder(mesh_slices(setup.mesh))
+    model, recorder = _with_teacher(setup, layers.few), Recorder(mesh_slices(setup.mesh), setup.routing)
     begun: list[tuple[str, int, Work]] = []  # (scope, microbatches that this stands for, what had been recorded by then)
     microbatches = iter(often_run)
     often = 1
@@ -136,7 +136,6 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
         enter("embed")
 
     def enter(scope: str, _: str = "") -> None:
-        recorder.routing = setup.routing.get(scope, "balanced")
         begun.append((scope, often, recorder.work()))
 
     _announce(model, enter)
