@@ -128,7 +128,7 @@ def shape_of(run: Run, models: dict[str, Dimensions]) -> Shape:
         matrices = (Matrix(3 * d, d, "column"), Matrix(d, d, "row"), Matrix(ffn, d, "column"), Matrix(d, ffn, "row"))
         # as models/blocks.py counts, over half of the pairs
         attention = 12 * d * gpt.n_layers * run.seq_len / 2
-        return Shape(((Layer(matrices, None, 2 * d), gpt.n_layers),), d, gpt.vocab_size, True, attention)
+        return Shape(((Layer(matrices, None, 2 * d), gpt.n_layers),), d, gpt.vocab_size, d * gpt.vocab_size, attention)
     named, *changes = run.model.split(",")
     family, _, flavor = named.partition(":")
     dimensions = {key: int(value) for key, _, value in (change.partition("=") for change in changes)}

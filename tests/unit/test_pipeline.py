@@ -13,6 +13,7 @@ from titanlite.loop.checks import check
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, assign_stages, balanced, split_layers
 from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.pipeline import Action, held_after, orders, rehearse
+from titanlite.plan.shape import Shape
 from titanlite.plan.step import simulated_ranks
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
@@ -61,6 +62,14 @@ def test_every_tensor_but_a_tied_one_is_on_one_rank(schedule, flavor):
     for name, _ in model.named_parameters():
         holders = [share.has(name) for share in assign_stages(config, family, model)]
         assert sum(holders) == (2 if flavor == "tied" and name == "embed.weight" else 1), name
+
+
+def test_an_embedding_of_a_forks_own_class_needs_no_weight():
+    """`check`, `plan` and every run stopped at a factored embedding with an AttributeError."""
+    config = pipelined(2, layers=2)
+    family = family_of(config.model.model_copy(update={"name": "tests.forks.own_names"}))
+    assert [share.tied for share in assign_stages(config, family, on_meta(family, config))] == [False, False]
+    assert Shape.of(family, family.on_meta(), 16).embeddings == 512 * 32 + 32 * 64 + 512 * 64
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ LAYER = Layer(
 @pytest.mark.parametrize("name", ["tp", pytest.param("cp", marks=pytest.mark.slow)])
 def test_the_model_of_time_repeats_the_collectives_that_are_repeated(name):
     """By the calls of a step. In a pass of a layer, tensor parallelism has four collectives, context parallelism one."""
-    of = Job(Shape(((LAYER, 4),), 4096, 128_256, False, 1e9), device_named("h100"), 8, 8192, 64)
+    of = Job(Shape(((LAYER, 4),), 4096, 128_256, 2 * 4096 * 128_256, 1e9), device_named("h100"), 8, 8192, 64)
     of_a_pass = tiny.FLAVORS["plain"].n_layers * {"tp": 4, "cp": 1}[name]
     calls, seconds = {}, {}
     for mode, reduced in (("none", "none"), ("selective", "per operation"), ("full", "full")):

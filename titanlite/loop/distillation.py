@@ -32,6 +32,7 @@ from titanlite.registry.family import family_of
 from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.meta import on_meta
+from titanlite.transforms.parameters import is_tied
 
 
 class Teacher(NamedTuple):
@@ -123,8 +124,7 @@ def faults(subject: Subject) -> Iterator[str]:
         teacher.family, teacher.model = family, on_meta(family, cfg)
         found = [*limits.faults(cfg, teacher.model), *(fault for step in STEPS if step.needs for fault in step.faults(teacher))]
         yield from (f"{key}: {fault}" for fault in found)
-        head = teacher.model.head
-        if BEFORE_2_13 and subject.ranks > 1 and head is not None and head.output.weight is teacher.model.embed.weight:
+        if BEFORE_2_13 and subject.ranks > 1 and is_tied(teacher.model):
             yield f"{key}: tied embeddings on several ranks need PyTorch 2.13, whose FSDP2 gathers them for a part of a pass"
     except UserError as error:
         yield f"{key}: {error}"

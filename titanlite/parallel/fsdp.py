@@ -33,6 +33,7 @@ from titanlite.ground.torch_private import (
 )
 from titanlite.parallel.mesh import data_degree, fsdp_mesh
 from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.parameters import is_tied
 from titanlite.transforms.shards import local_part
 
 # PyTorch 2.11 has one mesh for all parameters of a unit. There, split experts are units inside their block's unit.
@@ -77,7 +78,7 @@ def apply_fsdp(
     for unit in [*blocks_of(model), *further_of(model).values()]:  # an MTP module is a unit around that of its block
         fully_shard(unit, reshard_after_forward=of_block, **options_of_blocks)
     embed, head = model.embed, model.head
-    if embed is not None and head is not None and _tied(model):
+    if embed is not None and head is not None and is_tied(model):
         # one parameter belongs to one unit, gathered before the first layer and freed after the loss
         _, sharded_head = fully_shard([embed, head], reshard_after_forward=of_head, **options)
         if of_head is False and not further_of(model):  # it stays gathered through the head's only backward pass
@@ -179,7 +180,7 @@ def waiting_units(model: Decoder) -> list[Any]:
 
     The unit of a tied embedding and head does not, since the two run at different times.
     """
-    ends = () if _tied(model) else (model.embed, model.head)
+    ends = () if is_tied(model) else (model.embed, model.head)
     return [*blocks_of(model), *further_of(model).values(), *(unit for unit in ends if unit is not None)]
 
 
@@ -207,10 +208,6 @@ class _WholeReduceScatter(DefaultReduceScatter):
             )
         self.to_send = not self.to_send
         return super().allocate(size, dtype=dtype, device=device)
-
-
-def _tied(model: Decoder) -> bool:
-    return model.embed is not None and model.head is not None and model.head.output.weight is model.embed.weight
 
 
 @contextlib.contextmanager

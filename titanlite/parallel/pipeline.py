@@ -24,6 +24,7 @@ from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.registry.family import Family
 from titanlite.transforms.meta import active_parameters, on_meta
+from titanlite.transforms.parameters import is_tied
 
 _T = TypeVar("_T")
 
@@ -125,9 +126,9 @@ class StageAssignment(NamedTuple):
 def assign_stages(config: Config, family: Family, model: Decoder) -> list[StageAssignment]:
     """The share of each rank of a pipeline. model: whole, on the meta device."""
     layers, ranks = split_layers(config, family, model), config.parallelism.pipeline_parallel_degree
-    tied = model.embed is not None and model.head is not None and model.head.output.weight is model.embed.weight
     numbers = [range(rank, len(layers), ranks) for rank in range(ranks)]
-    return [StageAssignment({n: layers[n] for n in mine}, 0 in mine, len(layers) - 1 in mine, tied) for mine in numbers]
+    tied, last = is_tied(model), len(layers) - 1
+    return [StageAssignment({n: layers[n] for n in mine}, 0 in mine, last in mine, tied) for mine in numbers]
 
 
 def flow_of(config: Config, family: Family, tp: DeviceMesh) -> Flow:

@@ -76,7 +76,7 @@ class Shape(NamedTuple):
     layers: tuple[tuple[Layer, int], ...]  # each kind of layer, and how many there are
     dim: int
     vocab: int
-    tied: bool
+    embeddings: int  # parameters of embedding and head's projection
     attention: float
     others: float = 0.0
 
@@ -89,23 +89,18 @@ class Shape(NamedTuple):
         """Of a prediction's error: "dense" or "MoE"."""
         return "MoE" if any(layer.experts for layer, _ in self.layers) else "dense"
 
-    @property
-    def embeddings(self) -> int:
-        """Parameters of embedding and head."""
-        return self.dim * self.vocab * (1 if self.tied else 2)
-
     @classmethod
     def of(cls, family: Family, model: Decoder, seq_len: int) -> "Shape":
         """model: whole, on the meta device, for nothing else."""
-        embed = model.get_submodule("embed")
-        assert isinstance(embed, nn.Embedding) and model.head is not None
-        vocab, dim, tied = embed.num_embeddings, embed.embedding_dim, model.head.output.weight is embed.weight
+        assert model.head is not None
+        vocab, dim = model.head.output.weight.shape
+        embeddings = sum(each.numel() for each in {*model.embed.parameters(), model.head.output.weight})
         styles: dict[str, str] = family.module.sharding(family.config)
         _, uses = run_kinds(model, min(seq_len, _ENOUGH))
         layers = [_layer(f"layers.{name}", layer, styles, uses[name]) for name, layer in model.layers.items()]
         at, alone = (family.module.flops(family.config, tokens).causal for tokens in (seq_len, 1))
         known = vocab * dim + sum(layer.multiplied(dim) for layer in layers)
-        return cls(tuple(Counter(layers).items()), dim, vocab, tied, at - alone, max(0.0, alone - 6 * known))
+        return cls(tuple(Counter(layers).items()), dim, vocab, embeddings, at - alone, max(0.0, alone - 6 * known))
 
 
 def _layer(prefix: str, layer: nn.Module, styles: dict[str, str], uses: Counter[str]) -> Layer:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from models.decoder import Decoder
+
 _FURTHER = re.compile(r"^further\.(\d+)\.block\.")  # models/further.py
 A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
 
@@ -56,6 +58,12 @@ def in_blocks(name: str) -> bool:
 def tie(module: nn.Module) -> None:
     """Ties parameters again after something has replaced them separately; for models that tie any."""
     getattr(module, "tie_weights", lambda: None)()
+
+
+def is_tied(model: Decoder) -> bool:
+    """Whether the head's output projection is the embedding's weight. A fork's embedding may have no such parameter."""
+    weight = getattr(model.embed, "weight", None)
+    return weight is not None and model.head is not None and model.head.output.weight is weight
 
 
 def is_adapter(name: str) -> bool:
