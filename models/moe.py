@@ -179,6 +179,7 @@ class Router(nn.Module):
         logits = _wide_linear(x.flatten(0, 1), local_weight(self.weight), bias)
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
         chosen = once(lambda: self.choose(scores.detach()))
+        self.count(chosen)
         weights = scores.gather(1, chosen)
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -302,6 +303,5 @@ class MoE(nn.Module):
         # the shared expert comes first, so that the device has work while the host waits for the counts of the dispatch
         shared = self.shared(self.shared_input(x)) if self.shared is not None and self.shared_input is not None else None
         weights, chosen = self.router(x)
-        self.router.count(chosen)
         mixed = self.experts(x.flatten(0, 1), weights, chosen).view_as(x)
         return mixed if shared is None else mixed + shared

@@ -5,12 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
+from models.attention import SeqInfo
 from models.moe import Experts, MoE, Router, RouterLosses
 from tests.distributed.scenarios import config_of
 from titanlite.config.read import Faults
 from titanlite.loop.checks import check
 from titanlite.optim import balance
+from titanlite.registry.family import load_family
 
 pytestmark = pytest.mark.usefixtures("group_of_file")  # counts are summed over all ranks
 DIM, EXPERTS, TOP_K, ROWS, LENGTH = 12, 6, 2, 3, 7
@@ -110,6 +113,23 @@ def test_reports_have_the_load_imbalance():
     assert balance.load(torch.nn.Linear(2, 2), 1) == {}
     router.step_counts = torch.tensor([6])  # an MoE layer with one expert
     assert balance.load(layer, 1)["expert_entropy"] == 1.0
+
+
+def test_a_forks_own_moe_layers_are_counted_and_may_have_a_bias_in_some_layers():
+    """Only MoE called `count`: with another layer around a Router, no bias moved, and reports showed a load of 0. Where some
+    routers had a bias and others none, the report stopped the run."""
+    family = load_family("tests.forks.own_names", "plain")
+    model, config = family.module.Model(family.config), config_of({}, moe={"bias_update_speed": 0.5})
+    mesh = init_device_mesh("cpu", (1,))
+    for tensor in (*model.parameters(), *model.buffers()):
+        torch.nn.init.constant_(tensor, 0.0)
+    balance.balance_experts(model, config, 1, mesh, mesh)
+    balance.begin_step(model)
+    model(torch.zeros(1, 6, dtype=torch.int64), SeqInfo(torch.arange(6)[None]))
+    balance.add_microbatch(model)
+    balance.move_biases(model, torch.tensor(0.0))
+    values = balance.load(model, 1)
+    assert (values["expert_load/0"], values["expert_load/1"], values["router_bias_range"]) == (4.0, 4.0, 1.0)
 
 
 @pytest.mark.parametrize(

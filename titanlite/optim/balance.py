@@ -96,8 +96,10 @@ def _of_all_stages(model: nn.Module) -> list[tuple[Tensor, float | None]]:
     """The counts of each router, on the CPU, and the range of its bias; in the order of the layers, of which a pipeline's
     ranks have some each."""
     routers = _counting(model)
-    biases = [router.bias for router in routers if router.bias is not None]
-    ranges: list[Any] = torch.stack([bias.max() - bias.min() for bias in biases]).tolist() if biases else [None] * len(routers)
+    # of some routers: a fork's layers may differ
+    spreads = [router.bias.max() - router.bias.min() for router in routers if router.bias is not None]
+    found = iter(torch.stack(spreads).tolist() if spreads else [])
+    ranges: list[Any] = [None if router.bias is None else next(found) for router in routers]
     counts = _summed_over_ranks(_step_counts(routers), torch.device("cpu"), getattr(model, "router_ranks", None))
     of_routers = list(zip(counts, ranges, strict=True))
     if (pipeline := getattr(model, "pipeline", None)) is None:
