@@ -141,9 +141,9 @@ def sound(
         winners.append(Winner(candidate, measured))
         if len(winners) == top:
             break
-    if faulty and len(faulty) == len(found[:_TRIED]):
-        if common := [fault for fault in faulty[0].faults if all(fault in each.faults for each in faulty)]:
-            raise Faults(path, common)
+    common = [fault for fault in faulty[0].faults if all(fault in each.faults for each in faulty)] if faulty else []
+    if common and len(faulty) == len(found[:_TRIED]):
+        raise Faults(path, common)
     return winners, refused
 
 
