@@ -60,7 +60,7 @@ CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, GPipe, recomputed": (TWO, (FLAT, FULL)),
     "pp 2, three stages a rank": (TWO, (THREE_EACH,)),
     "pp 2, interleaved, tied": (TWO, (INTERLEAVED, FOUR_TIED)),
-    "pp 2 x shard 2, tied, per operation": (SHARD, ({"model": {"flavor": "tied"}}, OPERATIONS)),
+    "pp 2 x shard 2, tied by a fork, per operation": (SHARD, ({"model": {"name": "tests.forks.tied_by_itself"}}, OPERATIONS)),
     "pp 2, values of the first block": (TWO, (VALUES,)),
     "pp 2, blocks applied twice": (TWO, ({"model": {"name": "tests.forks.right.looped"}},)),
     "pp 2, every way, interleaved, recomputed": (TWO, (ALL_WAYS, INTERLEAVED, FULL)),

@@ -11,6 +11,7 @@ from titanlite.config.schema import Optimizer as Keys
 from titanlite.optim.build import build_optimizer, is_orthogonalized, model_faults, set_lr
 from titanlite.optim.muon import orthogonalized
 from titanlite.optim.state import named_state
+from titanlite.registry.family import load_family
 
 _KEYS = Keys(name="Muon", lr=1e-2, weight_decay=0.3, eps=1e-6, beta1=0.8, beta2=0.9)
 
@@ -146,3 +147,12 @@ def test_a_step_that_is_not_finite_changes_nothing_and_gradients_are_scaled(dtyp
 def test_a_model_without_matrices_is_refused():
     (fault,) = model_faults(_KEYS, nn.Linear(3, 3))
     assert fault.startswith("optimizer.name")
+
+
+def test_experts_and_routers_of_other_names_are_refused():
+    """Experts would be left to AdamW, and a router would be orthogonalized with another factor of muP."""
+    found = list(model_faults(_KEYS, load_family("tests.forks.own_names", "plain").on_meta()))
+    assert [fault.partition(", but ")[2] for fault in found] == [
+        "layers.0.ffn.bank has another; rename it",
+        "layers.0.ffn.gate has another; rename it",
+    ]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from models.moe import Experts, Router
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config, Optimizer
 from titanlite.ground.errors import UserError
@@ -207,12 +208,14 @@ def faults(config: Config) -> Iterator[str]:
 
 
 def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
-    """A model on the meta device without a matrix for Muon; a pattern of optimizer.decay_parameters that is invalid, or matches
-    nothing; what is wrong with an optimizer of the user's own."""
+    """A model on the meta device without a matrix for Muon, or with experts and routers that it does not find; a pattern of
+    optimizer.decay_parameters that is invalid, or matches nothing; what is wrong with an optimizer of the user's own."""
     if cfg.name == "Muon" and not any(
         p.requires_grad and is_orthogonalized(name, p, cfg) for name, p in model.named_parameters()
     ):
         yield 'optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"'
+    if cfg.name == "Muon":
+        yield from _other_names(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     scaled = getattr(model, "lr_scale", {})
     if scaled and not any(fnmatchcase(name, pattern) for name in trained for pattern in scaled):
@@ -227,3 +230,11 @@ def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
     if own.is_own(cfg):
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         yield from own.faults(groups_of(parameters, cfg, {}), cfg)
+
+
+def _other_names(model: nn.Module) -> Iterator[str]:
+    """The first experts and the first router of a fork whose parameters Muon would take for other ones."""
+    for kind, word in ((Experts, "experts"), (Router, "router")):
+        named = (name for name, module in model.named_modules() if isinstance(module, kind))
+        if other := next((name for name in named if name.rpartition(".")[2] != word), ""):
+            yield f'optimizer.name = "Muon": it finds {kind.__name__} by the name "{word}", but {other} has another; rename it'

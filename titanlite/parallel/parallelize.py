@@ -39,6 +39,7 @@ class Build:
     layers: Sequence[str] | None  # the names of the blocks to keep; None: all
     experts: ExpertMeshes | None = None
     stages: Sequence[pipeline.Stage] = ()
+    tied: bool = False  # of a model in stages: whether the first and the last share a parameter
 
     @property
     def sharded(self) -> bool:
@@ -117,6 +118,7 @@ def _cut_into_stages(model: Decoder, build: Build) -> None:
     pp = build.mesh["pp"]
     if pp.size() > 1:
         share = pipeline.assign_stages(build.config, build.family, model)[pp.get_local_rank()]
+        build.tied = share.tied
         build.stages = pipeline.take_stages(model, share, pipeline.flow_of(build.config, build.family, build.mesh["tp"]))
 
 
@@ -128,7 +130,7 @@ def _fsdp(model: Decoder, build: Build) -> None:
     for part, root in roots if build.sharded else ():
         apply_fsdp(part, build.config, build.mesh, of_experts, root)
     if build.stages:
-        model.pipeline = pipeline.Pipeline([*build.stages], model, build.config, build.mesh, build.device)
+        model.pipeline = pipeline.Pipeline([*build.stages], model, build.config, build.mesh, build.device, build.tied)
 
 
 STEPS = (

@@ -191,7 +191,9 @@ class Stage(nn.Module):
 class Pipeline:
     """A rank's stages, and the schedule that runs them together with those of the other ranks of `pp`."""
 
-    def __init__(self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device):
+    def __init__(
+        self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device, has_tied: bool
+    ):
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
         from titanlite.parallel.late_stage import LateStage
@@ -199,6 +201,7 @@ class Pipeline:
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
         pp, cfg = mesh["pp"], config.parallelism
         self.stages, self.model, self.group, self.ranks = stages, model, pp.get_group(), pp.size()
+        self.has_tied = has_tied  # of the whole model; a fork may tie without a key of its Config
         self.microbatches, self.schedule_name = config.microbatches(data_degree(mesh)), cfg.pipeline_parallel_schedule
         count = int(len(stages) * pp.size())
         self.head = stages[-1].part.head
@@ -272,9 +275,7 @@ class Pipeline:
     @property
     def tied(self) -> Tensor | None:
         """The parameter that is both the first stage's embedding and the last one's output, if this rank has it."""
-        if not getattr(self.model.config, "tied_embeddings", False) or self.model.embed is None:
-            return None
-        return self.model.embed.weight
+        return self.model.embed.weight if self.has_tied and self.model.embed is not None else None
 
     def _add_tied_gradients(self) -> None:
         """Gives the first and the last rank the sum of their gradients of the tied parameter, the same bit for bit."""
