@@ -257,6 +257,14 @@ def test_a_wrong_sharding_table_is_refused_with_the_module_named_once(change, tp
     assert len(faults) == len(set(faults))
 
 
+def test_a_block_that_is_in_layers_twice_is_refused():
+    family = with_table({})
+    model = family.on_meta()
+    model.layers["1"] = model.layers["0"]
+    (fault,) = sharding_faults(model, family, 1)
+    assert fault.startswith("layers.1 is an earlier block again")
+
+
 def build_with_table(change: dict[str, str | None]) -> None:
     family = with_table(change)
     mesh = mesh_of(TP)

@@ -1,4 +1,4 @@
-"""Seven forks as a researcher writes them, correct on every mesh: check-model passes each one."""
+"""Forks as a researcher writes them, correct on every mesh: check-model passes each one."""
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ FORKS = [
     "bidirectional",
     "looped",
     "routed_by_choice",
+    "shared_attention",
 ]
 every_fork = pytest.mark.parametrize("fork", FORKS)
 

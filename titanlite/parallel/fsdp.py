@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -75,7 +76,9 @@ def apply_fsdp(
         for experts in experts_of(model):
             fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
     options_of_blocks = options | {"shard_placement_fn": placement_fn}
-    for unit in [*blocks_of(model), *further_of(model).values()]:  # an MTP module is a unit around that of its block
+    blocks = list(dict.fromkeys([*blocks_of(model), *further_of(model).values()]))
+    # what blocks share is a unit of its own; an MTP module is a unit around that of its block
+    for unit in [*_shared(blocks), *blocks]:
         fully_shard(unit, reshard_after_forward=of_block, **options_of_blocks)
     embed, head = model.embed, model.head
     if embed is not None and head is not None and is_tied(model):
@@ -100,6 +103,14 @@ def apply_fsdp(
             for group in fsdp_groups(unit):
                 set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
     _gather_ahead(model, config)
+
+
+def _shared(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules with parameters that several blocks have, such as an attention that they share: each is a unit of its own."""
+    often = Counter(module for block in blocks for module in block.modules())
+    shared = [module for module in often if often[module] > 1 and next(module.parameters(), None) is not None]
+    inside = {part for module in shared for part in module.modules() if part is not module}
+    return [module for module in shared if module not in inside]
 
 
 def _gather_ahead(model: Decoder, config: Config) -> None:

@@ -107,9 +107,13 @@ _LOCAL_LINEAR = Style(Replicate(), Replicate(), before=_wrap_local, after=_unwra
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
 
 
-def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
-    """Faults of a family's sharding table: parameters without a style, unknown styles, sizes that tp does not divide."""
+def sharding_faults(model: Decoder, family: Family, tp: int) -> list[str]:
+    """Faults of a family's sharding table: parameters without a style, unknown styles, sizes that tp does not divide; and
+    `layers` with a block twice, which is one unit of FSDP, compile and recomputation."""
     styles, faults = styles_of(model, family)
+    blocks = [*model.layers.values()]
+    if again := next((name for number, (name, block) in enumerate(model.layers.items()) if block in blocks[:number]), ""):
+        faults.append(f"layers.{again} is an earlier block again; put it there once, and call it twice in Model.forward")
     for name, style in styles.items():
         module, kind = model.get_submodule(name), every_layer(name)
         if style not in STYLES:
