@@ -361,7 +361,8 @@ def test_the_kernel_of_a_core_is_chosen_and_a_cpus_flash_kernel_refused_where_wi
 
 
 def refused(config: Config) -> list[str]:
-    return list(attention_faults(config, family_of(config.model)))
+    family = family_of(config.model)
+    return list(attention_faults(config, family, family.on_meta()))
 
 
 def test_tiles_take_no_masks_and_run_only_on_cpus(monkeypatch):
@@ -393,6 +394,15 @@ def test_on_a_gpu_a_forced_kernel_is_refused_where_it_cannot_run(monkeypatch, na
         assert all(expected in fault and f'model.attention = "{name}"' in fault for fault in found)
     capped = refused(config_of(name, "tests.tiny_gemma3", "two", **HALF))
     assert any("the capped scores" in fault for fault in capped) == (name != "math")
+
+
+def test_capped_scores_are_known_by_the_attention_of_a_fork():
+    """They were known by `attention_softcap` in Config; under another name, a forced kernel was ignored."""
+    config = config_of("flash", **HALF)
+    family = family_of(config.model)
+    model = family.on_meta()
+    model.layers["0"].attention.softcap = 30.0
+    assert ["the capped scores" in fault for fault in attention_faults(config, family, model)] == [True]
 
 
 def expected_of(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -139,8 +139,8 @@ STEPS = (
     Step(
         "attention",
         lambda model, build: attention_kernels.choose_attention(model, build.config, build.device),
-        lambda s: attention_kernels.faults(s.config, s.family),
-        ("family",),
+        lambda s: attention_kernels.faults(s.config, s.family, s.model),
+        ("model",),
     ),
     Step("head", _loss),
     Step(

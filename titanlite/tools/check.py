@@ -65,7 +65,7 @@ def _only_on_gpus(config: Config, ranks: int) -> Iterator[str]:
     name, family = config.model.attention, family_of(config.model)
     if name in ("auto", "flash"):
         yield f'model.attention = "{name}": the kernel on a GPU' + (", cuDNN on Hopper" if name == "auto" else "")
-    if name == "auto" and (special := flex_users(config, family)):
+    if name == "auto" and (special := flex_users(config, family, family.on_meta())):
         yield f"{', '.join(special)}: FlexAttention"
     if config.compile.enable and config.compile.backend == "inductor":
         yield 'compile.backend = "inductor": its kernels for GPUs'

@@ -113,7 +113,7 @@ def flex_kernel(attention: AttentionCore, config: Config) -> tuple[Backend | Non
     return FLEX_FLASH, f"the kernel of FlashAttention {version}, which was tried"
 
 
-def faults(config: Config, family: Family) -> Iterator[str]:
+def faults(config: Config, family: Family, model: nn.Module) -> Iterator[str]:
     """A document mask that FlexAttention cannot apply, or a forced kernel that cannot run, before the device is known.
 
     A kernel that only GPUs have is checked as on a GPU.
@@ -121,7 +121,7 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     name, device = config.model.attention, "cuda" if torch.cuda.is_available() else "cpu"
     if name == "auto":
         head_dim = getattr(family.config, "head_dim", _NARROWEST_FOR_FLEX)
-        for user in flex_users(config, family) if device == "cuda" and head_dim < _NARROWEST_FOR_FLEX else ():
+        for user in flex_users(config, family, model) if device == "cuda" and head_dim < _NARROWEST_FOR_FLEX else ():
             yield f"{user}: FlexAttention has no kernel for head_dim = {head_dim}; it takes {_NARROWEST_FOR_FLEX} or more"
         return
     key, kernel = f'model.attention = "{name}"', KERNELS[name]
@@ -134,7 +134,7 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     others = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.masks)
     for mask in masks(config, family, device) if device not in kernel.masks else ():
         yield f'{key}: takes no mask, which {mask} makes; use {others} or "auto"'
-    if name != "math" and (what := _not_plain(family)):
+    if name != "math" and (what := _not_plain(model)):
         yield f'{key}: does not compute {what} of {config.model.title}; use "auto" or "math"'
 
 
@@ -150,17 +150,17 @@ def masks(config: Config, family: Family, device: str) -> list[str]:
     return [maker for maker, used in makers.items() if used]
 
 
-def flex_users(config: Config, family: Family) -> list[str]:
+def flex_users(config: Config, family: Family, model: nn.Module) -> list[str]:
     """What makes model.attention = "auto" use FlexAttention on a GPU."""
-    what = _not_plain(family)
+    what = _not_plain(model)
     return [*masks(config, family, "cuda"), *([f"{what} of {config.model.title}"] if what else [])]
 
 
-def _not_plain(family: Family) -> str:
-    """What a family's attention has besides plain attention; "" for nothing."""
-    if getattr(family.config, "attention_softcap", None) is not None:
+def _not_plain(model: nn.Module) -> str:
+    """What a model's attention has besides plain attention; "" for nothing."""
+    if any(each.softcap is not None for each in _modules(model)):
         return "the capped scores"
-    return "the attention sinks" if getattr(family.config, "attention_sinks", False) else ""
+    return "the attention sinks" if any(each.sinks is not None for each in _modules(model)) else ""
 
 
 def _gathers(config: Config) -> bool:
