@@ -76,9 +76,8 @@ def apply_fsdp(
         for experts in experts_of(model):
             fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
     options_of_blocks = options | {"shard_placement_fn": placement_fn}
-    blocks = list(dict.fromkeys([*blocks_of(model), *further_of(model).values()]))
     # what blocks share is a unit of its own; an MTP module is a unit around that of its block
-    for unit in [*_shared(blocks), *blocks]:
+    for unit in [*_shared(blocks_of(model)), *blocks_of(model), *further_of(model).values()]:
         fully_shard(unit, reshard_after_forward=of_block, **options_of_blocks)
     embed, head = model.embed, model.head
     if embed is not None and head is not None and is_tied(model):
