@@ -133,8 +133,8 @@ def _checkpointed_class(block: type[nn.Module], kept: tuple[Any, ...], rank: int
     def contexts() -> tuple[Any, Any]:
         return create_selective_checkpoint_contexts(_policy(kept, rank))
 
-    def forward(self: nn.Module, *args: Any) -> Any:
-        return checkpoint(block.forward, self, *args, use_reentrant=False, context_fn=contexts)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(block.forward, self, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return type(f"Checkpointed{block.__name__}", (block,), {"forward": forward})
 

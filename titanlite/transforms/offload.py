@@ -33,9 +33,9 @@ class Offload:
     def around(self, checkpointed: Callable[..., Any]) -> Callable[..., Any]:
         """The same function. It must be one of torch.utils.checkpoint, which keeps only its inputs by these hooks."""
 
-        def forward(*args: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             with saved_tensors_hooks(self._keep, self._give_back):
-                return checkpointed(*args)
+                return checkpointed(*args, **kwargs)
 
         return forward
 

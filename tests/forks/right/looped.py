@@ -20,7 +20,7 @@ class Model(llama3.Model):
         x, seq = self.embed(x), with_mask(seq)
         rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for layer in self.layers.values():
-            x = layer(layer(x, rope, seq), rope, seq)
+            x = layer(layer(x, rope=rope, seq=seq), rope=rope, seq=seq)
         return x
 
 
