@@ -210,11 +210,9 @@ def faults(config: Config) -> Iterator[str]:
 def model_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
     """A model on the meta device without a matrix for Muon, or with experts and routers that it does not find; a pattern of
     optimizer.decay_parameters that is invalid, or matches nothing; what is wrong with an optimizer of the user's own."""
-    if cfg.name == "Muon" and not any(
-        p.requires_grad and is_orthogonalized(name, p, cfg) for name, p in model.named_parameters()
-    ):
-        yield 'optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"'
     if cfg.name == "Muon":
+        if not any(p.requires_grad and is_orthogonalized(name, p, cfg) for name, p in model.named_parameters()):
+            yield 'optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"'
         yield from _other_names(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     scaled = getattr(model, "lr_scale", {})

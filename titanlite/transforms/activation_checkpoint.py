@@ -70,9 +70,8 @@ def checkpoint_blocks(model: Decoder, every: int, offload: Offload | None = None
     """
     for number, block in enumerate(blocks_of(model), 1):
         if number % every == 0:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=passes)
-            if offload is not None:
-                block.forward = offload.around(block.forward)
+            again: Any = functools.partial(checkpoint, use_reentrant=False, context_fn=passes)
+            block.forward = functools.partial(again, block.forward) if offload is None else offload.around(block.forward, again)
 
 
 def feed_forward(model: Decoder) -> list[nn.Module]:

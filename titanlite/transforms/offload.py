@@ -30,12 +30,17 @@ class Offload:
         self._copies = torch.cuda.Stream(device)
         self._last: Callable[[], _Kept | None] = lambda: None
 
-    def around(self, checkpointed: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function. It must be one of torch.utils.checkpoint, which keeps only its inputs by these hooks."""
+    def around(self, function: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """checkpoint(function), of torch.utils.checkpoint, which keeps nothing but positional arguments by these hooks."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            count, names = len(args), tuple(kwargs)  # `run` is kept, and must keep no argument
+
+            def run(*given: Any) -> Any:
+                return function(*given[:count], **dict(zip(names, given[count:], strict=True)))
+
             with saved_tensors_hooks(self._keep, self._give_back):
-                return checkpointed(*args, **kwargs)
+                return checkpoint(run, *args, *kwargs.values())
 
         return forward
 
