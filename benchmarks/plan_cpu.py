@@ -1,10 +1,10 @@
 """`titanlite plan` and `estimate` compared with small runs on this CPU: python -m benchmarks.plan_cpu [--output FILE.md]
 
-Random models, batches and meshes of 1 and 2 ranks in float32, each rank with one thread. First the machine is measured as by
+Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with one thread. First the machine is measured as by
 `titanlite plan --calibrate`. Then each run is predicted, and the shortest of several steps is measured, since other programs
-only slow steps down. They affect CPU time less, but on 2 ranks it excludes waiting. Memory is the growth of a rank's resident
-size from before the model is built to its peak, measured twice: with glibc's default, which keeps freed blocks, and with a
-separate mapping for each tensor from 64 KiB on, which is returned when the tensor is freed.
+only slow steps down. They affect CPU time less, but on several ranks it excludes waiting. Memory is the growth of a rank's
+resident size from before the model is built to its peak, measured twice: with glibc's default, which keeps freed blocks, and
+with a separate mapping for each tensor from 64 KiB on, which is returned when the tensor is freed.
 """
 
 import argparse
@@ -35,6 +35,11 @@ from titanlite.transforms.meta import on_meta
 _MIB = 2**20
 _STEPS = 10
 _MMAP_THRESHOLD = -3  # of glibc's mallopt
+_MESHES = {  # degrees by the number of ranks
+    "dp_shard": {2: {"dp_shard": 2}, 4: {"dp_shard": 4}},
+    "dp_replicate": {2: {"dp_replicate": 2}, 4: {"dp_replicate": 2, "dp_shard": 2}},
+    "tp": {2: {"tp": 2}, 4: {"dp_shard": 2, "tp": 2}},
+}
 
 
 class Drawn(NamedTuple):
@@ -47,16 +52,25 @@ class Drawn(NamedTuple):
     microbatch: int
     microbatches: int  # over all ranks
     recompute: str
-    mesh: str  # of 2 ranks: dp_shard, dp_replicate or tp
+    mesh: str  # a key of _MESHES
+
+    def degrees(self, ranks: int) -> dict[str, int]:
+        """The degrees of Choice; those that are 1 are left out."""
+        return _MESHES[self.mesh].get(ranks, {})
+
+    def global_batch(self, ranks: int) -> int:
+        """Sequences: those of `microbatches`, or one microbatch a rank where that is more."""
+        degrees = self.degrees(ranks)
+        return self.microbatch * max(self.microbatches, degrees.get("dp_shard", 1) * degrees.get("dp_replicate", 1))
 
     def config(self, ranks: int) -> Config:
         heads = self.dim // 32
         overrides = {"dim": self.dim, "n_layers": self.layers, "n_heads": heads, "n_kv_heads": heads // 2, "head_dim": 32}
         overrides |= {"ffn_dim": 3 * self.dim, "vocab_size": self.vocab}
         keys = {"dp_shard": "data_parallel_shard", "dp_replicate": "data_parallel_replicate", "tp": "tensor_parallel"}
-        degrees = {f"{keys[name]}_degree": ranks if name == self.mesh else 1 for name in keys}
+        degrees = {f"{key}_degree": self.degrees(ranks).get(name, 1) for name, key in keys.items()}
         training: dict[str, Any] = {"seq_len": self.seq_len, "local_batch_size": self.microbatch, "steps": _STEPS}
-        training |= {"global_batch_size": self.microbatch * self.microbatches, "mixed_precision_param": "float32"}
+        training |= {"global_batch_size": self.global_batch(ranks), "mixed_precision_param": "float32"}
         return Config.model_validate(
             {
                 "model": {"name": "llama3", "flavor": "debug", "overrides": overrides},
@@ -77,7 +91,7 @@ def drawn(number: int) -> Drawn:
         draw.choice([1, 2, 4]),
         draw.choice([2, 4]),
         draw.choice(["none", "full", "selective"]),
-        draw.choice(["dp_shard", "dp_replicate", "tp"]),
+        draw.choice(list(_MESHES)),
     )
     return run._replace(mesh="dp_shard") if run.mesh == "tp" and run.dim == 192 else run  # two ranks cannot split 3 KV heads
 
@@ -127,17 +141,16 @@ def job_of(run: Drawn, config: Config, device: Device, ranks: int) -> tuple[Job,
     family, training = family_of(config.model), config.training
     shape = Shape.of(family, on_meta(family, config), training.seq_len)
     job = Job(shape, device, 8, training.seq_len, training.global_batch_size, compiled=False, item=4)
-    choice = Choice(microbatch=training.local_batch_size, recompute=run.recompute)
-    return job, choice._replace(**{run.mesh: ranks})
+    return job, Choice(microbatch=training.local_batch_size, recompute=run.recompute, **run.degrees(ranks))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_cpu", description=__doc__)
-    parser.add_argument("--runs", type=int, default=8)
-    parser.add_argument("--ranks", type=int, nargs="+", choices=[1, 2], default=[1, 2])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=[1, 2, 4], default=[1, 2, 4])
     parser.add_argument("--output", type=Path)
     words = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # so that 1 and 2 ranks on 2 cores have equal conditions
+    os.environ["OMP_NUM_THREADS"] = "1"  # so that the threads of a rank are the same on any number of ranks
     titles = "run | ranks | step, ms | CPU ms | predicted | error | of CPU ms | MiB | mapped, MiB | predicted | error | load"
     lines = [f"| {titles} |", "| - " * 12 + "|"]
     errors: dict[tuple[str, int], list[float]] = {}
@@ -156,10 +169,9 @@ def main() -> None:
             for name, ratio in pair.items():
                 errors.setdefault((name, ranks), []).append(ratio - 1)
             step_error, cpu_error, memory_error = (f"{ratio - 1:+.1%}" for ratio in pair.values())
-            what = f"dim {run.dim}, {run.layers} layers, vocabulary {run.vocab}"
-            what += f", {run.microbatches} x {run.microbatch} x {run.seq_len}, {run.recompute}" + (
-                f", {run.mesh}" if ranks > 1 else ""
-            )
+            batch = f"{run.global_batch(ranks) // run.microbatch} x {run.microbatch} x {run.seq_len}"
+            what = f"dim {run.dim}, {run.layers} layers, vocabulary {run.vocab}, {batch}, {run.recompute}"
+            what += "".join(f", {name} {degree}" for name, degree in run.degrees(ranks).items())
             times = f"{found.seconds * 1e3:.1f} | {found.cpu * 1e3:.1f} | {expected * 1e3:.1f} | {step_error} | {cpu_error}"
             bytes_held = f"{found.held / _MIB:.0f} | {mapped / _MIB:.0f} | {size / _MIB:.0f} | {memory_error}"
             lines.append(f"| {what} | {ranks} | {times} | {bytes_held} | {load:.1f} |")
