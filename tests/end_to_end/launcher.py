@@ -46,8 +46,15 @@ class Launch(NamedTuple):
 
     def catches(self, sign: signal.Signals) -> bool:
         """Whether the started process has a handler for a signal by now, such as a shell's trap."""
-        (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{self.process.pid}/status").read_text(), re.MULTILINE)
-        return bool(int(mask, 16) >> (sign - 1) & 1)
+        return self._has(sign, "SigCgt")
+
+    def has_taken(self, sign: signal.Signals) -> bool:
+        """Whether a signal that was sent to the started process has interrupted it by now."""
+        return not self._has(sign, "ShdPnd")
+
+    def _has(self, sign: signal.Signals, mask: str) -> bool:
+        (found,) = re.findall(rf"^{mask}:\s*(\w+)", Path(f"/proc/{self.process.pid}/status").read_text(), re.MULTILINE)
+        return bool(int(found, 16) >> (sign - 1) & 1)
 
     def has_loaded(self, library: str) -> bool:
         """Whether the started process has mapped a file of this name by now; a shell has not before it becomes Python."""

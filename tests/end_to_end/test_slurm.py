@@ -185,10 +185,12 @@ def test_a_signal_to_the_shell_alone_reaches_the_run_and_requeues(stubbed):
 def test_a_cancelled_job_is_not_requeued_although_it_has_saved(stubbed):
     """scancel sends SIGTERM to the steps, to srun and to the shell; a requeue would restart the job.
 
-    The shell gets it first here: a step that ends before the shell gets its signal looks like a preemption.
+    The shell gets it first here: a step that ends before the shell gets its signal looks like a preemption, and bash forgets
+    the exit code of a process that ends at the instant of the signal. Real steps save first.
     """
     started = _running_stubs(stubbed)
     started.process.send_signal(signal.SIGTERM)
+    until(lambda: started.has_taken(signal.SIGTERM))
     os.kill(stubbed.srun(), signal.SIGTERM)
     ended = finish(started)
     assert (ended.code, ended.left, stubbed.requests()) == (75, [], []), ended.err

@@ -359,7 +359,7 @@ class Optimizer(Section):
     groups: Annotated[list[Group], ALWAYS] = []
     """Parameters with settings of their own, each entry a table: [[optimizer.groups]] with pattern, lr, weight_decay,
     frozen."""
-    ema_decay: Annotated[bounds.Beta, ALWAYS, MAY_CHANGE] = 0.0
+    ema_decay: Annotated[bounds.Beta, EffectiveWhen("checkpoint.enable = true or validation.enable = true"), MAY_CHANGE] = 0.0
     """Decay of an exponential moving average (EMA) of the trained weights, such as 0.999. It is kept in float32 and in
     checkpoints, and validation measures it too (docs/guides/long_runs.md). Update t uses (1 + t) / (10 + t) where that is
     smaller. 0: no EMA."""
