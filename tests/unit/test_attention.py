@@ -319,20 +319,18 @@ def test_tiles_keep_16_bits_and_are_as_exact_as_flash():
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "precision", "sections", "amx", "backend"),
+    ("seq_len", "precision", "sections", "backend"),
     [
-        (512, "bfloat16", COMPILED, False, TILES),
-        (512, "bfloat16", COMPILED, True, None),
-        (512, "bfloat16", OVER_RANKS["ulysses"], False, TILES),
-        (512, "bfloat16", OVER_RANKS["gather"], False, None),  # tiles take no mask
-        (513, "bfloat16", COMPILED, False, None),
-        (512, "float32", COMPILED, False, None),
-        (512, "bfloat16", {}, False, None),
-        (512, "bfloat16", {"compile": {"enable": True, "backend": "eager"}}, False, None),
+        (512, "bfloat16", COMPILED, TILES),
+        (512, "bfloat16", OVER_RANKS["ulysses"], TILES),
+        (512, "bfloat16", OVER_RANKS["gather"], None),  # tiles take no mask
+        (513, "bfloat16", COMPILED, None),
+        (512, "float32", COMPILED, None),
+        (512, "bfloat16", {}, None),
+        (512, "bfloat16", {"compile": {"enable": True, "backend": "eager"}}, None),
     ],
 )
-def test_a_cpu_uses_tiles_where_they_are_faster(monkeypatch, seq_len, precision, sections, amx, backend):
-    monkeypatch.setattr(attention.torch_private, "has_amx", lambda: amx, raising=False)
+def test_a_cpu_uses_tiles_where_they_are_faster(seq_len, precision, sections, backend):
     config = config_of(sections=sections, seq_len=seq_len, mixed_precision_param=precision)
     model = model_of(config)
     assert all(layer.attention.backends == (backend, None) for layer in model.layers.values())

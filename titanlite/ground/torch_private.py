@@ -86,7 +86,6 @@ NAMES = {
     "amp_update_scale_": "torch:_amp_update_scale_",  # the loss scale of float16, without a host sync
     "record_memory_history": "torch.cuda.memory:_record_memory_history",  # profiling.enable_memory_snapshot
     "dump_snapshot": "torch.cuda.memory:_dump_snapshot",  # the same
-    "has_amx": "torch.cpu:_is_amx_tile_supported",  # whether the processor multiplies 16-bit matrices as a whole
     "AnyDropout": "torch.nn.modules.dropout:_DropoutNd",  # the base of all dropout layers
 }
 

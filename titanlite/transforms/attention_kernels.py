@@ -43,8 +43,8 @@ KERNELS = {
 # Ada (six GPUs measured in huggingface/transformers pull request 48163).
 _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "efficient", "math")
 # Compiled tiles are faster than the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, one
-# thread, sequences of 256 and 512: 13 and 22 ms of CPU time against 31 and 53 (benchmarks/NOTES.md). Longer sequences have more
-# tiles to compile. Earlier tiles were never faster in float32, nor on a Xeon with AMX; today's were not measured there.
+# thread, sequences of 256 and 512: 13 and 22 ms of CPU time against 31 and 53 on an EPYC, 18 and 43 against 38 and 73 on a Xeon
+# with AMX (benchmarks/NOTES.md). Longer sequences have more tiles to compile, and in float32 tiles are no faster.
 _LONGEST_FOR_TILES = 512
 _NARROWEST_FOR_FLEX = 16  # head_dim
 
@@ -177,7 +177,7 @@ def _tiles_win(config: Config) -> bool:
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
     narrow = config.training.mixed_precision_param == "bfloat16"
     short = config.training.seq_len <= _LONGEST_FOR_TILES
-    return compiled and narrow and short and not _gathers(config) and not torch_private.has_amx()
+    return compiled and narrow and short and not _gathers(config)
 
 
 def _able(name: str, attention: AttentionCore, config: Config, device: torch.device, warn: bool) -> bool:
