@@ -9,6 +9,7 @@ expert, and those of the result are unwritten.
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -84,18 +85,26 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
     return left.is_cuda and left.dtype == torch.bfloat16 and aligned and len(left) > 0 and hasattr(F, "grouped_mm")
 
 
-_AT_A_TIME = 256  # rows that oneDNN returns: few, so that they are copied within the cache
+def _is_amd() -> bool:
+    """Whether the processor is AMD's, by the first lines of Linux's description."""
+    try:
+        with Path("/proc/cpuinfo").open("rb", buffering=0) as file:
+            return b"AuthenticAMD" in file.read(256)
+    except OSError:
+        return False
+
+
+# PyTorch multiplies float32 on x86 by MKL, which uses AVX-512 on Intel's processors only. oneDNN uses it on all: 200 GFLOP/s on
+# a core of AMD's Zen 5 instead of 95, but on one of a Xeon 54 to 106 instead of 108 to 122 (benchmarks/NOTES.md).
+_BY_ONEDNN = _is_amd() and torch.backends.mkldnn.is_available()
 _LARGE = 2**21  # multiplications; oneDNN is faster from here on, although a call takes 10 us more
+_AT_A_TIME = 256  # rows that oneDNN returns: few, so that they are copied within the cache
 
 
 def _multiply(left: Tensor, right: Tensor, result: Tensor) -> None:
-    """Writes the product of two matrices to `result`.
-
-    PyTorch multiplies float32 on x86 by MKL, which uses AVX-512 on Intel's processors only. oneDNN uses it on all, in float32
-    too: 200 GFLOP/s on a core of AMD's Zen 5, instead of 95.
-    """
+    """Writes the product of two matrices to `result`."""
     large = left.shape[0] * right.numel() >= _LARGE
-    if not (large and left.dtype == torch.float32 and left.device.type == "cpu" and torch.backends.mkldnn.is_available()):
+    if not (_BY_ONEDNN and large and left.dtype == torch.float32 and left.device.type == "cpu"):
         torch.mm(left, right, out=result)
         return
     for part, rows in zip(result.split(_AT_A_TIME), left.split(_AT_A_TIME), strict=True):

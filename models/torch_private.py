@@ -16,7 +16,7 @@ __all__ = [
     "collectives",  # all-reduces in a compiled block: the balance of experts
     "cpu_attention",  # the CPU's attention kernel with its log-sum-exps, which merge parts of the keys
     "cpu_attention_backward",
-    "onednn_linear",  # a matmul of large float32 matrices by oneDNN, on AMD's processors twice as fast as by MKL
+    "onednn_linear",  # a matmul of large float32 matrices by oneDNN, for AMD's processors: twice as fast as by MKL
     "resolve_process_group",  # the group of a name: operations have names
     "wait_tensor",
 ]

@@ -136,7 +136,9 @@ def test_without_rows_gradients_are_zero_and_the_kernel_is_not_called():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_large_matmuls_equal_float64(transposed):
+@pytest.mark.parametrize("by_onednn", [False, True])
+def test_large_matmuls_equal_float64(monkeypatch, by_onednn, transposed):
+    monkeypatch.setattr(grouped, "_BY_ONEDNN", by_onednn)
     torch.manual_seed(0)
     sizes = [300, 0, 212]  # more rows than fit at a time, and none
     ends = torch.tensor(sizes).cumsum(0).int()
