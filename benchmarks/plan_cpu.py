@@ -1,10 +1,10 @@
 """`titanlite plan` and `estimate` compared with small runs on this CPU: python -m benchmarks.plan_cpu [--output FILE.md]
 
-Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with one thread. First the machine is measured as by
-`titanlite plan --calibrate`. Then each run is predicted, and the shortest of several steps is measured, since other programs
-only slow steps down. They affect CPU time less, but on several ranks it excludes waiting. Memory is the growth of a rank's
-resident size from before the model is built to its peak, measured twice: with glibc's default, which keeps freed blocks, and
-with a separate mapping for each tensor from 64 KiB on, which is returned when the tensor is freed.
+Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with one thread. Each run is predicted from what
+`titanlite plan --calibrate` measures just before, since the speed of a machine drifts. Its time is the shortest of several
+steps, since other programs only slow steps down. They affect CPU time less, but on several ranks it excludes waiting. Memory is
+the growth of a rank's resident size from before the model is built to its peak, measured twice: with glibc's default, which
+keeps freed blocks, and with a separate mapping for each tensor from 64 KiB on, which is returned when the tensor is freed.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from titanlite.transforms.meta import on_meta
 
 _MIB = 2**20
 _STEPS = 10
+_CALIBRATION = 5.0  # seconds of the measurements before a run
 _MMAP_THRESHOLD = -3  # of glibc's mallopt
 _MESHES = {  # degrees by the number of ranks
     "dp_shard": {2: {"dp_shard": 2}, 4: {"dp_shard": 4}},
@@ -151,15 +152,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     words = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # so that the threads of a rank are the same on any number of ranks
-    titles = "run | ranks | step, ms | CPU ms | predicted | error | of CPU ms | MiB | mapped, MiB | predicted | error | load"
-    lines = [f"| {titles} |", "| - " * 12 + "|"]
+    titles = "run | ranks | step, ms | CPU ms | predicted | error | of CPU ms | MiB | mapped, MiB | predicted | error"
+    titles += " | GFLOP/s | load"
+    lines = [f"| {titles} |", "| - " * 13 + "|"]
     errors: dict[tuple[str, int], list[float]] = {}
     for ranks in words.ranks:
-        text: str = on_ranks(ranks, calibrate, 20.0)
-        print(text)
-        device = Device.model_validate(parse_toml(text)["cpu"])
         for number in range(words.runs):
             run = drawn(number)
+            text: str = on_ranks(ranks, calibrate, _CALIBRATION)
+            device = Device.model_validate(parse_toml(text)["cpu"])
             config = run.config(ranks)
             found = Measured(*on_ranks(ranks, measure, config, _STEPS))
             mapped = Measured(*on_ranks(ranks, measure, config, 3, True)).held
