@@ -1,9 +1,9 @@
 """`titanlite plan` and `estimate` compared with small runs on this CPU: python -m benchmarks.plan_cpu [--output FILE.md]
 
-Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with one thread. Each run is predicted from what
-`titanlite plan --calibrate` measures just before, since the speed of a machine drifts. Its time is the shortest of several
-steps, since other programs only slow steps down. They affect CPU time less, but on several ranks it excludes waiting. Memory is
-the growth of a rank's resident size from before the model is built to its peak, measured twice: with glibc's default, which
+Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with one thread. The speed of
+a machine drifts, so `titanlite plan --calibrate` and the run take turns; a row has the turn with the median error. The time of a
+turn is that of its shortest step, since other programs only slow steps down. They affect CPU time less, but on several ranks it
+excludes waiting. Memory is the growth of a rank's resident size from before the model is built to its peak, measured twice: with glibc's default, which
 keeps freed blocks, and with a separate mapping for each tensor from 64 KiB on, which is returned when the tensor is freed.
 """
 
@@ -33,8 +33,8 @@ from titanlite.tools.plan import predicted
 from titanlite.transforms.meta import on_meta
 
 _MIB = 2**20
-_STEPS = 10
-_CALIBRATION = 5.0  # seconds of the measurements before a run
+_STEPS = 6
+_TURNS, _CALIBRATION = 3, 3.0  # and seconds of the calibration in each
 _MMAP_THRESHOLD = -3  # of glibc's mallopt
 _MESHES = {  # degrees by the number of ranks
     "dp_shard": {2: {"dp_shard": 2}, 4: {"dp_shard": 4}},
@@ -159,13 +159,15 @@ def main() -> None:
     for ranks in words.ranks:
         for number in range(words.runs):
             run = drawn(number)
-            text: str = on_ranks(ranks, calibrate, _CALIBRATION)
-            device = Device.model_validate(parse_toml(text)["cpu"])
-            config = run.config(ranks)
-            found = Measured(*on_ranks(ranks, measure, config, _STEPS))
+            config, turns = run.config(ranks), []
+            for _ in range(_TURNS):
+                text: str = on_ranks(ranks, calibrate, _CALIBRATION)
+                device = Device.model_validate(parse_toml(text)["cpu"])
+                found = Measured(*on_ranks(ranks, measure, config, _STEPS))
+                turns.append((step(*job_of(run, config, device, ranks)).total, found, device))
+            expected, found, device = sorted(turns, key=lambda turn: turn[0] / turn[1].seconds)[_TURNS // 2]
             mapped = Measured(*on_ranks(ranks, measure, config, 3, True)).held
-            load, expected = os.getloadavg()[0], step(*job_of(run, config, device, ranks)).total
-            size = predicted(config, ranks, "cpu")
+            load, size = os.getloadavg()[0], predicted(config, ranks, "cpu")
             pair = {"step": expected / found.seconds, "CPU time": expected / found.cpu, "memory": size / mapped}
             for name, ratio in pair.items():
                 errors.setdefault((name, ranks), []).append(ratio - 1)
@@ -175,7 +177,7 @@ def main() -> None:
             what += "".join(f", {name} {degree}" for name, degree in run.degrees(ranks).items())
             times = f"{found.seconds * 1e3:.1f} | {found.cpu * 1e3:.1f} | {expected * 1e3:.1f} | {step_error} | {cpu_error}"
             bytes_held = f"{found.held / _MIB:.0f} | {mapped / _MIB:.0f} | {size / _MIB:.0f} | {memory_error}"
-            lines.append(f"| {what} | {ranks} | {times} | {bytes_held} | {load:.1f} |")
+            lines.append(f"| {what} | {ranks} | {times} | {bytes_held} | {device.float32_tflops * 1e3:.0f} | {load:.1f} |")
             print(lines[-1], flush=True)
     lines += ["", "| | ranks | mean of errors | mean of their sizes |", "| - | - | - | - |"]
     for (name, ranks), each in errors.items():

@@ -1,8 +1,9 @@
 """`titanlite plan --calibrate`: what the machine at hand reaches, as an entry like those of devices.toml.
 
 All ranks run each operation at the same time, as in training: ranks on a CPU share its processors. A result is the median of
-its repetitions on rank 0, or on a CPU the shortest, since other programs only add to it. What one machine cannot show is the
-shipped entry's of the same GPU, or 0 for unknown.
+its repetitions on rank 0. On a CPU it is the mean in the shortest stretch of them, since other programs only add to it; the
+shortest single one is a rate that a step of thousands of operations does not have. What one machine cannot show is the shipped
+entry's of the same GPU, or 0 for unknown.
 """
 
 import math
@@ -22,6 +23,7 @@ from titanlite.plan.report import GIB
 from titanlite.plan.time import LINK, devices, peak_flops_of, shipped_as
 
 _LONGEST = 2.0  # seconds of one operation's repetitions
+_STRETCH = 0.02  # seconds
 _SMALL = 4096  # bytes of a collective of which nearly all is latency
 
 
@@ -62,7 +64,10 @@ class Clock(NamedTuple):
         often = torch.tensor(max(3, min(1000, math.ceil(self.seconds / self._once(run)))), device=self.device)
         dist.broadcast(often, 0)
         times = [self._once(run) for _ in range(int(often))]
-        return statistics.median(times) if self.device.type == "cuda" else min(times)
+        if self.device.type == "cuda":
+            return statistics.median(times)
+        length = max(1, min(len(times), round(_STRETCH / statistics.median(times))))
+        return min(statistics.fmean(times[first : first + length]) for first in range(0, len(times) - length + 1, length))
 
     def _once(self, run: Callable[[], object]) -> float:
         self._finish()
@@ -84,8 +89,9 @@ def calibrate(device: torch.device, seconds: float) -> str:
     clock = Clock(device, min(_LONGEST, seconds / 20))  # 13 operations, each with two runs before it
     table = [_matmul(clock, first, size) for size in sizes.matmuls]
     table += [_matmul(clock, second, sizes.matmuls[0]), _attention(clock, first, sizes.attention)]
-    source = torch.ones(sizes.copied // 4, device=device)
-    table += [Measured("copy, bytes read and written", clock(source.clone), 2 * sizes.copied), _launch(clock)]
+    source, target = (torch.ones(sizes.copied // 4, device=device) for _ in range(2))
+    copy = clock(lambda: target.copy_(source))
+    table += [Measured("copy, bytes read and written", copy, 2 * sizes.copied), _launch(clock)]
     *matmuls, other, attention, copied, launch = table
     table += (collectives := [each for size in (_SMALL, sizes.message) for each in _collectives(clock, size)])
     reached = sum(each.amount for each in matmuls) / sum(each.seconds for each in matmuls)
