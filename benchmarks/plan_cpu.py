@@ -1,10 +1,11 @@
 """`titanlite plan` and `estimate` compared with small runs on this CPU: python -m benchmarks.plan_cpu [--output FILE.md]
 
-Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with one thread. The speed of
-a machine drifts, so `titanlite plan --calibrate` and the run take turns; a row has the turn with the median error. The time of a
-turn is that of its shortest step, since other programs only slow steps down. They affect CPU time less, but on several ranks it
-excludes waiting. Memory is the growth of a rank's resident size from before the model is built to its peak, measured twice: with glibc's default, which
-keeps freed blocks, and with a separate mapping for each tensor from 64 KiB on, which is returned when the tensor is freed.
+Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with one thread. The speed of a machine drifts, so
+`titanlite plan --calibrate` and the run take turns; a row has the turn with the median error. The time of a turn is that of
+its shortest step, since other programs only slow steps down. They affect CPU time less, but on several ranks it excludes
+waiting. Memory is the growth of a rank's resident size from before the model is built to its peak, measured twice: with
+glibc's default, which keeps freed blocks, and with a separate mapping for each tensor from 64 KiB on, which is returned when
+the tensor is freed.
 """
 
 import argparse
