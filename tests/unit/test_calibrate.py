@@ -7,7 +7,7 @@ import pytest
 
 from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
-from titanlite.plan.calibrate import Measured, _link
+from titanlite.plan.calibrate import Measured, _link, shortest_stretch
 from titanlite.plan.time import Choice, Device, Job, device_named, memory, ring, shipped_as, step
 from titanlite.tools import plan as tool
 from titanlite.tools.plan import read_job
@@ -67,6 +67,13 @@ def test_links_are_recovered_from_the_times_of_collectives(tmp_path):
 
     bandwidth, latency = _link(table(4096) + table(2**24), 4)
     assert bandwidth == pytest.approx(4.0, rel=0.02) and latency == pytest.approx(50e-6, rel=0.05)
+
+
+def test_on_a_cpu_an_operation_takes_what_it_takes_in_a_stretch_without_other_programs():
+    slow, quiet = [0.02, 0.03, 0.004, 0.05], [0.01, 0.012, 0.008, 0.01]  # the shortest one is among the slow ones
+    assert shortest_stretch([*quiet, *slow, *quiet, *quiet]) == pytest.approx(0.009)
+    assert shortest_stretch([0.3, 0.2]) == 0.2
+    assert shortest_stretch([1e-5, 3e-5]) == pytest.approx(2e-5)
 
 
 def test_several_gpus_are_refused_where_their_links_are_unknown(tmp_path, monkeypatch):

@@ -64,10 +64,7 @@ class Clock(NamedTuple):
         often = torch.tensor(max(3, min(1000, math.ceil(self.seconds / self._once(run)))), device=self.device)
         dist.broadcast(often, 0)
         times = [self._once(run) for _ in range(int(often))]
-        if self.device.type == "cuda":
-            return statistics.median(times)
-        length = max(1, min(len(times), round(_STRETCH / statistics.median(times))))
-        return min(statistics.fmean(times[first : first + length]) for first in range(0, len(times) - length + 1, length))
+        return statistics.median(times) if self.device.type == "cuda" else shortest_stretch(times)
 
     def _once(self, run: Callable[[], object]) -> float:
         self._finish()
@@ -79,6 +76,12 @@ class Clock(NamedTuple):
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def shortest_stretch(times: list[float]) -> float:
+    """The least mean of consecutive times that are about _STRETCH seconds together."""
+    length = max(1, min(len(times), round(_STRETCH / statistics.median(times))))
+    return min(statistics.fmean(times[first : first + length]) for first in range(0, len(times) - length + 1, length))
 
 
 def calibrate(device: torch.device, seconds: float) -> str:
