@@ -5,6 +5,7 @@ Tensors have shape (batch, seq, ...), except in `attend`, where they have shape 
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
 
@@ -130,40 +131,50 @@ class Cache:
 
     Slots after a row's last position hold arbitrary values: the mask hides them, and later tokens overwrite them. A batch can
     therefore mix prompts of different lengths, each starting at slot 0. A state cannot be overwritten, so `State.real` marks
-    the padding.
+    the padding. A module that runs several times in a forward pass, since blocks share or repeat it, keeps something each time.
     """
 
     _STEP = 256
 
     def __init__(self) -> None:
         self.slots = 0
-        self.real: Tensor | None = None  # (batch, seq) bool, of the current forward pass: see State
-        self._entries: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._states: dict[nn.Module, dict[str, Tensor]] = {}
+        self._real: Tensor | None = None
+        self._uses: Counter[nn.Module] = Counter()  # in the current forward pass
+        self._entries: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
+        self._states: dict[tuple[nn.Module, int], dict[str, Tensor]] = {}
 
     @property
     def empty(self) -> bool:
         """Whether no module has kept anything."""
         return not any(self._entries.values()) and not any(self._states.values())
 
-    def state(self, owner: nn.Module) -> State:
-        """The state of a module. The module reads it once in each forward pass, and stores the tensors after its tokens."""
-        assert self.real is not None, "set Cache.real before each forward pass of a model that keeps a state"
-        return State(self._states.setdefault(owner, {}), self.real)
-
-    def reserve(self, positions: int) -> None:
-        """Makes the cache hold at least `positions` positions."""
+    def begin(self, positions: int, real: Tensor | None = None) -> None:
+        """Call it before each forward pass. positions: how many the cache must hold at least. real: that of `State`, which
+        only models that keep one need.
+        """
         self.slots = max(self.slots, -(-positions // self._STEP) * self._STEP)
+        self._real = real
+        self._uses.clear()
+
+    def state(self, owner: nn.Module) -> State:
+        """The state of a module. The module reads it once each time that it runs, and stores the tensors after its tokens."""
+        assert self._real is not None, "a model that keeps a state needs `real` before each forward pass"
+        return State(self._states.setdefault(self._use(owner), {}), self._real)
 
     def extend(self, owner: nn.Module, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k and v (batch, seq, heads, head_dim) at positions (batch, seq); returns all of both, (batch, slots, ...)."""
-        keys, values = self._entries.get(owner, (k[:, :0], v[:, :0]))
+        use = self._use(owner)
+        keys, values = self._entries.get(use, (k[:, :0], v[:, :0]))
         if missing := self.slots - keys.shape[1]:
             padding = (0, 0, 0, 0, 0, missing)
-            keys, values = self._entries[owner] = (F.pad(keys, padding), F.pad(values, padding))
+            keys, values = self._entries[use] = (F.pad(keys, padding), F.pad(values, padding))
         row = torch.arange(len(k), device=k.device)[:, None]
         keys[row, positions], values[row, positions] = k, v
         return keys, values
+
+    def _use(self, owner: nn.Module) -> tuple[nn.Module, int]:
+        self._uses[owner] += 1
+        return owner, self._uses[owner]
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels

@@ -10,6 +10,7 @@ from titanlite.inference.generate import Sampling, draw, generate, score
 from titanlite.registry.family import load_module
 
 FORKS = ["parallel_block", "latent_attention", "value_residual", "linear_attention", "dense_mixture"]
+REPEATED = ["looped", "shared_attention"]  # an attention module runs several times in a pass
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
 GREEDY = Sampling(temperature=0)
 
@@ -54,7 +55,7 @@ def test_long_prompts_go_through_the_model_in_parts(monkeypatch):
     assert found == [longhand(model, prompt, 3) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("fork", FORKS)
+@pytest.mark.parametrize("fork", [*FORKS, *REPEATED])
 def test_forks_with_other_attention_or_a_recurrence_generate_and_score_as_without_a_cache(monkeypatch, fork):
     """Prompts of different lengths, a different one of which each prefill pass pads, and a cache that grows."""
     monkeypatch.setattr(Cache, "_STEP", 8)

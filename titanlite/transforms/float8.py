@@ -66,9 +66,11 @@ def convert(model: nn.Module, config: Config) -> None:
         enable_fsdp_float8_all_gather=cfg.enable_fsdp_float8_all_gather,
         round_scales_to_power_of_2=True,
     )
-    for name, each in layers.items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, Float8Linear.from_float(each, recipe))
+    converted = {each: Float8Linear.from_float(each, recipe) for each in layers.values()}
+    for name, each in [*model.named_modules(remove_duplicate=False)]:  # blocks may share a layer
+        if each in converted:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, converted[each])
 
     model.gathers_float8 = cfg.enable_fsdp_float8_all_gather  # type: ignore[assignment]  # typed for tensors and modules
 

@@ -14,8 +14,6 @@ __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
 
 class Model(llama3.Model):
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        if seq.cache is not None:
-            raise NotImplementedError("a block that is applied twice needs two caches")
         c = self.config
         x, seq = self.embed(x), with_mask(seq)
         rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)

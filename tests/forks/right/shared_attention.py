@@ -1,6 +1,6 @@
 """All blocks have one attention, as some layers of hybrid models share theirs (arXiv:2405.16712).
 
-It has one cache, so no generation; and a stage of a pipeline would have to train it with others.
+A stage of a pipeline would have to train it with others.
 """
 
 from models import llama3
@@ -9,7 +9,7 @@ from tests.tiny import FLAVORS, Config
 
 __all__ = ["FLAVORS", "LIMITS", "Config", "Model", "flops", "initial", "sharding"]
 
-LIMITS = {"generates": False, "stages": False}
+LIMITS = {"stages": False}
 
 
 class Model(llama3.Model):
