@@ -138,7 +138,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.slots = 0
-        self._real: Tensor | None = None
+        self.real: Tensor | None = None  # (batch, seq) bool, of the current forward pass: see State
         self._uses: Counter[nn.Module] = Counter()  # in the current forward pass
         self._entries: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
         self._states: dict[tuple[nn.Module, int], dict[str, Tensor]] = {}
@@ -148,18 +148,15 @@ class Cache:
         """Whether no module has kept anything."""
         return not any(self._entries.values()) and not any(self._states.values())
 
-    def begin(self, positions: int, real: Tensor | None = None) -> None:
-        """Call it before each forward pass. positions: how many the cache must hold at least. real: that of `State`, which
-        only models that keep one need.
-        """
-        self.slots = max(self.slots, -(-positions // self._STEP) * self._STEP)
-        self._real = real
-        self._uses.clear()
-
     def state(self, owner: nn.Module) -> State:
         """The state of a module. The module reads it once each time that it runs, and stores the tensors after its tokens."""
-        assert self._real is not None, "a model that keeps a state needs `real` before each forward pass"
-        return State(self._states.setdefault(self._use(owner), {}), self._real)
+        assert self.real is not None, "set Cache.real before each forward pass of a model that keeps a state"
+        return State(self._states.setdefault(self._use(owner), {}), self.real)
+
+    def reserve(self, positions: int) -> None:
+        """Makes the cache hold at least `positions` positions. Call it before each forward pass."""
+        self.slots = max(self.slots, -(-positions // self._STEP) * self._STEP)
+        self._uses.clear()
 
     def extend(self, owner: nn.Module, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k and v (batch, seq, heads, head_dim) at positions (batch, seq); returns all of both, (batch, slots, ...)."""

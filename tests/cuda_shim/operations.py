@@ -42,7 +42,7 @@ def main() -> None:
         cache = Cache()
         for part, positions in {"prefill": range(40), "one token": range(40, 41)}.items():
             places = torch.arange(positions.start, positions.stop).expand(3, -1)
-            cache.begin(positions.stop)
+            cache.reserve(positions.stop)
             with torch.no_grad(), _Operations() as operations:
                 model(torch.zeros_like(places), SeqInfo(places, cache=cache))
             found[part] = operations.names

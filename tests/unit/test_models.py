@@ -207,7 +207,7 @@ def test_a_cache_equals_the_whole_sequence_for_any_split(name, flavor, monkeypat
     for width, advance in ((7, (7, 4)), (1, (1, 1)), (5, (5, 5)), (1, (1, 1)), (6, (6, 6)), (3, (0, 3))):
         positions = starts[:, None] + torch.arange(width)
         inside = positions.clamp(max=19)  # values beyond a row's end are overwritten, or never read
-        cache.begin(int(positions.max()) + 1)
+        cache.reserve(int(positions.max()) + 1)
         hidden = model(tokens.gather(1, inside), SeqInfo(positions, cache=cache))
         for row, count in enumerate(advance):
             found[row, starts[row] : starts[row] + count] = hidden[row, :count]

@@ -152,7 +152,8 @@ def _parts(width: int, tp: int) -> list[slice]:
 def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cache: Cache) -> Tensor:
     """Hidden states of tokens (batch, seq) at these positions; real: (batch, seq) bool, False for padding."""
     device = next(model.parameters()).device
-    cache.begin(int(positions.max()) + 1, real.to(device))
+    cache.reserve(int(positions.max()) + 1)
+    cache.real = real.to(device)
     hidden = model(tokens.to(device), SeqInfo(positions.to(device), cache=cache))
     if cache.empty:
         remedy = "use AttentionCore.core or seq.cache.state (docs/reference/styles.md), or LIMITS = {'generates': False}"
