@@ -64,7 +64,8 @@ def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor], list[Grap
 
     mesh = mesh_of(TP)
     with ExitStack() as stack:
-        stack.enter_context(inductor.patch(fx_graph_cache=False, **OFF))
+        # 256 bits: with AVX-512, inductor's code for tensorwise float8 that is not emulated made NaN on a Xeon with AMX
+        stack.enter_context(inductor.patch({"fx_graph_cache": False, "cpp.simdlen": 256, **OFF}))
         stack.enter_context(functorch.patch(enable_autograd_cache=False))
         if config.parallelism.enable_async_tensor_parallel:
             library = stack.enter_context(operators._scoped_library("symm_mem", "IMPL"))
