@@ -85,17 +85,17 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
     return left.is_cuda and left.dtype == torch.bfloat16 and aligned and len(left) > 0 and hasattr(F, "grouped_mm")
 
 
-def _is_amd() -> bool:
+def _is_amd(description: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the processor is AMD's, by the first lines of Linux's description."""
     try:
-        with Path("/proc/cpuinfo").open("rb", buffering=0) as file:
+        with description.open("rb", buffering=0) as file:
             return b"AuthenticAMD" in file.read(256)
     except OSError:
         return False
 
 
 # PyTorch multiplies float32 on x86 by MKL, which uses AVX-512 on Intel's processors only. oneDNN uses it on all: 200 GFLOP/s on
-# a core of AMD's Zen 5 instead of 95, but on one of a Xeon 54 to 106 instead of 108 to 122 (benchmarks/NOTES.md).
+# a core of AMD's Zen 5 instead of 95, but on one of a Xeon 39 to 106 instead of 104 to 122 (benchmarks/NOTES.md).
 _BY_ONEDNN = _is_amd() and torch.backends.mkldnn.is_available()
 _LARGE = 2**21  # multiplications; oneDNN is faster from here on, although a call takes 10 us more
 _AT_A_TIME = 256  # rows that oneDNN returns: few, so that they are copied within the cache

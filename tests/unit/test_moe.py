@@ -156,6 +156,13 @@ def test_large_matmuls_equal_float64(monkeypatch, by_onednn, transposed):
     assert not grouped_outer(found, rows, ends)[1].any()
 
 
+def test_onednn_is_for_processors_whose_vendor_is_amd(tmp_path):
+    for vendor, is_amd in (("AuthenticAMD", True), ("GenuineIntel", False)):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n" + "flags\t\t: avx2\n" * 1000)
+        assert grouped._is_amd(tmp_path / "cpuinfo") == is_amd
+    assert not grouped._is_amd(tmp_path / "absent")  # not Linux
+
+
 def test_the_operations_pass_pytorchs_opcheck():
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)

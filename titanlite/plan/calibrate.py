@@ -23,7 +23,7 @@ from titanlite.plan.report import GIB
 from titanlite.plan.time import LINK, devices, peak_flops_of, shipped_as
 
 _LONGEST = 2.0  # seconds of one operation's repetitions
-_STRETCH = 0.02  # seconds
+_STRETCH = 0.02  # seconds of repetitions, of which a CPU takes the mean
 _SMALL = 4096  # bytes of a collective of which nearly all is latency
 
 
