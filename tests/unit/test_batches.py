@@ -204,14 +204,31 @@ def workers() -> set[int]:
 
 
 def test_a_killed_worker_is_reported_and_not_waited_for(sources):
+    """Also if it dies with the lock that the loader needs to end the others: once in a thousand kills, and forever."""
     before = workers()
-    source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), (0, 1)))
+    source = Batches(StepDataset(config_of(workers=2), mix_of(sources, config_of()), (0, 1)))
     next(source)
-    (worker,) = workers() - before
+    worker, other = workers() - before
     os.kill(worker, signal.SIGKILL)
+    lock = source._source._workers_done_event._cond
+    assert lock.acquire()
     with pytest.raises(RuntimeError, match="a data worker has ended"):
         for _ in range(10):
             next(source)
+    source.close()
+    until(lambda: not {worker, other} & workers())
+
+
+def test_a_worker_that_has_died_unnoticed_does_not_keep_the_others_from_ending(sources):
+    before = workers()
+    source = Batches(StepDataset(config_of(workers=2), mix_of(sources, config_of()), (0, 1)))
+    next(source)
+    worker, other = workers() - before
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: worker not in workers())
+    assert source._source._workers_done_event._cond.acquire()
+    source.close()
+    until(lambda: other not in workers())
 
 
 def test_workers_ignore_a_stop_signal_to_all_processes_and_end_with_close(sources):
@@ -226,7 +243,7 @@ def test_workers_ignore_a_stop_signal_to_all_processes_and_end_with_close(source
     for _ in range(10):
         next(source)
     source.close()
-    assert worker not in workers()
+    until(lambda: worker not in workers())
 
 
 READING = """

@@ -23,6 +23,7 @@ from titanlite.data.mixture import Data
 from titanlite.data.stream import Position, StreamDataset, StreamStep
 from titanlite.data.timeline import Timeline
 from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import kill_workers_if_one_has_died
 from titanlite.launch import children
 
 log = logging.getLogger(__name__)
@@ -127,8 +128,9 @@ class Batches(Iterator[Batch]):
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
         self._watch = _StallWatch(dataset, cfg.stall_seconds)
+        self._source: Iterator[Batch | UserError | StreamStep] = iter(())
         self._watch.waiting = time.monotonic(), 0  # for workers to start
-        self._source: Iterator[Batch | UserError | StreamStep] = _read_ahead(dataset, cuda) if cfg.workers else iter(dataset)
+        self._source = _read_ahead(dataset, cuda) if cfg.workers else iter(dataset)
         self._watch.waiting = None
         self._step, self.state, self._state_ahead = 0, "", ""
         self._next: Batch | Exception | None = None
@@ -195,6 +197,7 @@ class Batches(Iterator[Batch]):
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
                 raise
+            kill_workers_if_one_has_died(self._source)
             read = self._dataset.read_by_workers(self._step)
             why = "its memory ran out, or a file that it read was truncated or could no longer be read"
             raise RuntimeError(f"a data worker has ended, perhaps because {why}; read last: {read}") from error
@@ -208,6 +211,7 @@ class Batches(Iterator[Batch]):
     def close(self) -> None:
         """Ends the workers, which end with the last reference to the loader's iterator."""
         self._watch.done.set()
+        kill_workers_if_one_has_died(self._source)
         self._source = iter(())
 
     __del__ = close
