@@ -50,7 +50,6 @@ def copy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # checks and trains a model on a shared machine
 def test_the_guide_leads_to_a_fork_that_is_checked_trained_and_exported(copy):
     own = {"PATH": f"{copy}/bin:{os.environ['PATH']}", "PYTHONPATH": str(copy), "PYTHON": sys.executable}
     done = []

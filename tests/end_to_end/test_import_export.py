@@ -57,7 +57,6 @@ def assert_logits_agree(folder: Path, flavor: str, checkpoint: Path, assets: str
     hf_folders.assert_logits_agree(model, theirs, family.config.vocab_size)
 
 
-@pytest.mark.timeout(600)
 def test_import_hf_prints_the_keys_of_a_run_whose_last_save_transformers_reads(tmp_path):
     source = fork(tmp_path / "source", rope_theta=1234.0)
     ended = titanlite(

@@ -62,7 +62,6 @@ _LARGEST = (
 )
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", slow_but(_LARGEST[:2], _LARGEST))
 def test_the_largest_training_runs_for_gpus_fit_by_their_estimates(name):
     found = estimate_gib(_TRAINED[name], 1, rehearse=False)
@@ -126,7 +125,6 @@ def test_transfer_trains_with_and_without_mup_and_counts_grid_steps():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_rehearsal_does_a_run_of_each_kind_and_writes_its_page(tmp_path):
     """The whole rehearsal takes five minutes on two cores; these parts have every kind of run."""
     parts = ["start", "operations", "costs", "documents", "memory", "peers"]

@@ -16,7 +16,7 @@ from tests.cuda_shim import build
 from tests.cuda_shim.kernels import CASES, TABLE, committed, compiled, fallbacks, section, versions, why_not
 
 _OTHER_VERSIONS = not why_not() and versions() not in TABLE.read_text()
-_COMPILED = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(900)]
+_COMPILED = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 
 @pytest.fixture(scope="module")
