@@ -1,21 +1,9 @@
 """Selects the cases of a table that run in `make test`; the others run only in `make test-all`."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
-
-
-def one_of_each(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of cases that together have every value that any of them has."""
-    seen: set[tuple[str, str]] = set()
-    names = []
-    for name, case in cases.items():
-        values = {(key, repr(value)) for key, value in case.items()}
-        if not seen.issuperset(values):
-            seen |= values
-            names.append(name)
-    return names
 
 
 def in_turn(first: Sequence[str], second: Iterable[str], third: Iterable[str]) -> list[tuple[str, str, str]]:

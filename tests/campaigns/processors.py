@@ -1,4 +1,5 @@
-"""The same tests on other kernels, threads, weights, orders, users, paths, locales and time zones: no verdict may change.
+"""The same tests on other kernels, threads, weights, orders, users, paths, locales and time zones, under load, and while their
+processes are paused at random: no verdict may change.
 
     python -m tests.campaigns processors --only sample        each variant with a few tests, in minutes
     python -m tests.campaigns processors --only "numbers, ATEN_CPU_CAPABILITY=avx2"
@@ -30,6 +31,7 @@ class Variant(NamedTuple):
     variables: Mapping[str, str] = {}
     options: tuple[str, ...] = ()  # of pytest
     busy: int = 0  # processes that compute in parallel with the tests, per core
+    paused: bool = False  # whether random processes of the tests are paused at random instants
     through: tuple[str, ...] = ()  # a command that starts pytest
     folder: str = ""  # of a copy of the tree, below a temporary one, where the tests also put their files
 
@@ -42,6 +44,7 @@ VARIANTS = {
     **{f"{number} threads": Variant({"OMP_NUM_THREADS": str(number)}) for number in (1, 2, 4)},
     "weights disturbed by 1e-7": Variant({disturbed.VARIABLE: "1e-7"}),
     "full load": Variant(busy=2),
+    "pauses": Variant(paused=True),
     **{f"random order, seed {seed}": Variant(options=("--shuffle", str(seed))) for seed in (1, 2, 3)},
     "an ordinary user": Variant(through=_ORDINARY),
     "a deep path": Variant(folder="with a space/" + "/".join(f"deeper-{depth:02}" for depth in range(20))),
@@ -87,6 +90,7 @@ def together(names: Sequence[str]) -> Variant:
         {name: value for each in variants for name, value in each.variables.items()},
         tuple(option for each in variants for option in each.options),
         max(each.busy for each in variants),
+        any(each.paused for each in variants),
         tuple(word for each in variants for word in each.through),
         "".join(each.folder for each in variants),
     )
@@ -123,7 +127,8 @@ def run(folder: Path, variant: Variant, targets: Sequence[str]) -> tuple[int, st
     if disturbed.VARIABLE in variant.variables:
         options.append(_EXACT_WEIGHTS)
     command = [*variant.through, sys.executable, "-m", "pytest", *options, *targets]
-    with busy(variant.busy * (os.cpu_count() or 1)):
+    mark = (verdicts.VARIABLE, own[verdicts.VARIABLE])
+    with busy(variant.busy * (os.cpu_count() or 1)), pauses(*mark) if variant.paused else contextlib.nullcontext():
         done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.returncode, done.stdout, verdicts.read(place / "verdicts")
 
@@ -138,3 +143,12 @@ def busy(processes: int) -> Iterator[None]:
         for process in started:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def pauses(variable: str, value: str) -> Iterator[None]:
+    """Pauses random processes with this variable while the context is open."""
+    command = [sys.executable, "-m", "tests.campaigns.pauses", variable, value]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as pausing:
+        yield
+        assert pausing.poll() is None

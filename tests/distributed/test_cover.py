@@ -12,7 +12,7 @@ import torch
 from tests.distributed import cells, cover
 from tests.distributed.cover import LATER, OTHER_FLOAT8, OTHER_PIPELINES, PLAIN, Cell
 from tests.distributed.mixtures import MARGIN
-from tests.repetitions import one_of_each, slow_but
+from tests.repetitions import slow_but
 from titanlite.parallel.mesh import ranks_of
 from titanlite.verify.compare import Trajectory, compare
 
@@ -21,9 +21,13 @@ CELLS = {cover.name(cell): cell for cell in cover.cover(without=LATER)}
 FEW = cover.few(CELLS, cover.with_dimensions)
 # In `make test-all`, inductor instead of "aot_eager" compiles cells that cover every value which changes kernels.
 _OF_KERNELS = ("family", "recompute", "precision", "documents", "adapter", "router")
-COMPILED = one_of_each(
-    {name: {factor: cell[factor] for factor in _OF_KERNELS} for name, cell in CELLS.items() if cell["compile"] != "no"}
-)
+
+
+def kernels(cell: Cell) -> set[tuple[str, ...]]:
+    return {(factor, cell[factor]) for factor in _OF_KERNELS} | {("tp", str("tp" in cell["mesh"]))}
+
+
+COMPILED = cover.few({name: cell for name, cell in CELLS.items() if cell["compile"] != "no"}, kernels)
 # Several dimensions at once need eight ranks, which take as long as ten other cells: the families least like Llama, and special
 # cases of gathering.
 EIGHT, CONTEXT = "replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2"

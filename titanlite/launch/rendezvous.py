@@ -231,11 +231,11 @@ class Rendezvous(StaticTCPRendezvous):
                 numbers = ", ".join(map(str, answer.missing))
                 state = f"NNODES={self.layout.nodes}: launchers are missing, with NODE_RANK {numbers}"
             waited = time.monotonic() - begun
-            if waited > patience:
-                raise RendezvousTimeoutError(f"{state} after RDZV_TIMEOUT={patience} seconds")
             if waited > _NAMED_AFTER and not named:
                 named = True
                 print(f"{state}; waiting for RDZV_TIMEOUT={patience} seconds", file=sys.stderr, flush=True)
+            if waited > patience:
+                raise RendezvousTimeoutError(f"{state} after RDZV_TIMEOUT={patience} seconds")
             time.sleep(0.1)
 
     def _keep_requesting(self) -> None:
