@@ -27,7 +27,6 @@ OTHERS = {
     "_strip_protocol",  # fsspec, in data/prepare/documents.py
 }  # fmt: skip
 _FSDP = "torch.distributed.fsdp._fully_shard"
-_LOADER = "torchdata.stateful_dataloader.stateful_dataloader:_StatefulMultiProcessingDataLoaderIter"
 
 
 class Name(NamedTuple):
@@ -59,8 +58,6 @@ ATTRIBUTES = (
     Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._reduce_scatter_comm", "set_reduce_scatter"),
     Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._training_state", "set_training_state"),
     Name(f"{_FSDP}._fsdp_common:ShardPlacementResult", "mesh_per_parameter", ("2.13",)),
-    Name(f"{_LOADER}._workers", "kill_workers_if_one_has_died"),
-    Name(f"{_LOADER}._shutdown", "kill_workers_if_one_has_died"),
     Name("torch._functorch.config:unsafe_treat_script_objects_as_zero_size", "set_memory_budget", ("2.13",)),
     Name("torch._inductor.config:_micro_pipeline_tp", "set_async_tensor_parallel"),
     Name("torch._inductor.config:post_grad_custom_pre_pass", "set_async_tensor_parallel"),

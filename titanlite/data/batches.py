@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from multiprocessing.context import BaseContext
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from titanlite.data.mixture import Data
 from titanlite.data.stream import Position, StreamDataset, StreamStep
 from titanlite.data.timeline import Timeline
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import kill_workers_if_one_has_died
 from titanlite.launch import children
 
 log = logging.getLogger(__name__)
@@ -128,10 +128,11 @@ class Batches(Iterator[Batch]):
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
         self._watch = _StallWatch(dataset, cfg.stall_seconds)
-        self._source: Iterator[Batch | UserError | StreamStep] = iter(())
+        before, self._workers = multiprocessing.active_children(), list[multiprocessing.process.BaseProcess]()
         self._watch.waiting = time.monotonic(), 0  # for workers to start
-        self._source = _read_ahead(dataset, cuda) if cfg.workers else iter(dataset)
+        self._source: Iterator[Batch | UserError | StreamStep] = _read_ahead(dataset, cuda) if cfg.workers else iter(dataset)
         self._watch.waiting = None
+        self._workers = [process for process in multiprocessing.active_children() if process not in before]
         self._step, self.state, self._state_ahead = 0, "", ""
         self._next: Batch | Exception | None = None
         self._waited = 0.0  # seconds, on a CPU
@@ -197,7 +198,7 @@ class Batches(Iterator[Batch]):
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
                 raise
-            kill_workers_if_one_has_died(self._source)
+            self._kill_if_one_has_died()
             read = self._dataset.read_by_workers(self._step)
             why = "its memory ran out, or a file that it read was truncated or could no longer be read"
             raise RuntimeError(f"a data worker has ended, perhaps because {why}; read last: {read}") from error
@@ -211,10 +212,16 @@ class Batches(Iterator[Batch]):
     def close(self) -> None:
         """Ends the workers, which end with the last reference to the loader's iterator."""
         self._watch.done.set()
-        kill_workers_if_one_has_died(self._source)
+        self._kill_if_one_has_died()
         self._source = iter(())
 
     __del__ = close
+
+    def _kill_if_one_has_died(self) -> None:
+        """The others may wait for the lock of a queue that it has died with, and would be waited for at the end."""
+        if not all(worker.is_alive() for worker in self._workers):
+            for worker in self._workers:
+                worker.kill()
 
 
 def _read_ahead(dataset: Steps, pin_memory: bool) -> Iterator[Batch | UserError | StreamStep]:
@@ -231,12 +238,37 @@ def _read_ahead(dataset: Steps, pin_memory: bool) -> Iterator[Batch | UserError 
             pin_memory=pin_memory,
             # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
             # imported what the workers need.
-            multiprocessing_context="forkserver",
+            multiprocessing_context=_context(),
             worker_init_fn=_start_worker,
             snapshot_every_n_steps=None,  # the position is a number, and the state of a stream comes with each of its steps
         )
     with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
         return iter(loader)
+
+
+class _Flag:
+    """An Event for the loader to set, without a lock.
+
+    A worker takes the lock of multiprocessing's Event for each step. Killed with it, it never gives it back, and the loader,
+    which takes it before it says that a worker has died, waits forever.
+    """
+
+    def __init__(self) -> None:
+        self._set = torch.zeros((), dtype=torch.bool).share_memory_()
+
+    def set(self) -> None:
+        self._set.fill_(True)
+
+    def is_set(self) -> bool:
+        return bool(self._set)
+
+
+def _context() -> BaseContext:
+    class ForkServer(type(multiprocessing.get_context("forkserver"))):  # type: ignore[misc]  # not on every system
+        def Event(self) -> _Flag:  # multiprocessing's name
+            return _Flag()
+
+    return ForkServer()
 
 
 def _start_worker(_number: int) -> None:

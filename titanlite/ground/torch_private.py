@@ -199,21 +199,6 @@ def set_training_state(group: Any, state: Any) -> None:
     group._training_state = state
 
 
-# ---------------------------------------------------------------------------------------------------------------- torchdata
-
-
-def kill_workers_if_one_has_died(iterator: Any) -> None:
-    """Ends an iterator of a DataLoader without the handshake, if it has workers and one of them has died.
-
-    The handshake needs the lock of an event that all of them look at. A worker killed with that lock never gives it back.
-    """
-    workers = getattr(iterator, "_workers", ())
-    if not all(worker.is_alive() for worker in workers):
-        iterator._shutdown = True
-        for worker in workers:
-            worker.kill()
-
-
 # ----------------------------------------------------------------------------------------------------------------- compiler
 
 
