@@ -2,10 +2,10 @@
 
     python -m tests.campaigns.kill [--mesh 2x1x2] [--kills 100] [--seed 0]
 
-A kill hits one rank, all ranks, or everything that the run has started. Half of the kills wait until a checkpoint is being
-written; the others come at any time of training. Checkpoints are written synchronously or asynchronously. Two of three runs
-have MAX_RESTARTS, and only their ranks are killed: the launcher restarts them. The log must name a killed rank. Afterwards
-every run must be bit for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
+A kill hits one rank, all ranks, everything that the run has started, or a data worker. Half of the kills wait until a
+checkpoint is being written; the others come at any time of training. Checkpoints are written synchronously or asynchronously.
+Two of three runs have MAX_RESTARTS, and their launcher is not killed: it restarts the ranks. The log must name what was killed.
+Afterwards every run must be bit for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
 `KINDS` has the runs of `make campaign PART=kills`.
 """
 
@@ -36,6 +36,7 @@ RESTARTS = KILLS_A_RUN
 ALL_VICTIMS = 3 * KILLS_A_RUN  # so many kills need the run that its launcher does not start again
 PATIENCE = 300.0  # seconds for a run to start, to finish, or to end after a kill, on a busy machine
 VICTIMS = ("one rank", "all ranks", "everything")
+A_WORKER = "a data worker"  # of runs that have some
 
 
 class Kind(NamedTuple):
@@ -43,6 +44,10 @@ class Kind(NamedTuple):
 
     mesh: Mesh
     options: tuple[str, ...] = ()
+
+    @property
+    def victims(self) -> tuple[str, ...]:
+        return (A_WORKER, *VICTIMS) if "--dataloader.workers" in self.options else VICTIMS
 
 
 KINDS = {
@@ -55,6 +60,7 @@ KINDS = {
         ("--model.name", "tests.tiny_moe", "--model.flavor", "large", "--parallelism.expert_parallel_degree", "2"),
     ),
     "Muon with averages, 2 shards": Kind(Mesh(2), ("--optimizer.name", "Muon", "--optimizer.ema_decay", "0.9")),
+    "data workers, 2 shards": Kind(Mesh(2), ("--dataloader.workers", "2")),
     "LoRA, tp 2": Kind(Mesh(tensor=2), ("--lora.enable", "true", "--lora.rank", "4")),
 }
 
@@ -73,7 +79,7 @@ class Plan(NamedTuple):
 class Hit(NamedTuple):
     """One kill."""
 
-    whom: str  # one rank, all ranks, everything
+    whom: str  # of VICTIMS, or A_WORKER
     aimed: bool  # at a checkpoint that is being written
     share: float  # of the remaining training after the resume
     more: float  # seconds
@@ -164,9 +170,10 @@ def wait_for_the_moment(started: Launch, run: Path, hit: Hit) -> bool:
 def kill(started: Launch, hit: Hit) -> list[int]:
     """Kills with SIGKILL; -> the processes that were killed, none if there were no ranks any more."""
     ranks = list(started.ranks().values())
-    if not ranks:
+    among = started.data_workers() if hit.whom == A_WORKER else ranks
+    if not ranks or not among:
         return []
-    victims = {"one rank": [ranks[int(hit.die * len(ranks))]], "all ranks": ranks, "everything": started.pids()}[hit.whom]
+    victims = {"all ranks": ranks, "everything": started.pids()}.get(hit.whom, [among[int(hit.die * len(among))]])
     killed = []
     for pid in victims:
         with suppress(ProcessLookupError):
@@ -222,7 +229,7 @@ def play(plan: Plan, whole: Path, tally: Tally) -> None:
 
 def deal(plan: Plan, dice: random.Random) -> list[Hit]:
     """The kills of a run: of every kind, and every other one while a checkpoint is written."""
-    victims = list(VICTIMS[:2] if plan.restarts else VICTIMS)
+    victims = [whom for whom in plan.kind.victims if whom != "everything" or not plan.restarts]
     dice.shuffle(victims)
     first = dice.randrange(2)
     hits = []
@@ -233,12 +240,12 @@ def deal(plan: Plan, dice: random.Random) -> list[Hit]:
     return hits
 
 
-def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> list[list[int]]:
+def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> list[tuple[str, list[int]]]:
     """Kills, and removes kills from `hits`, as long as the launcher restarts the ranks.
 
-    Returns the processes of each kill, one of which the launcher must report; a kill may hit all of them and the launcher.
+    Returns whom each kill hit and its processes, one of which must be reported; a kill may hit all of them and the launcher.
     """
-    run, deaths = plan.folder / "out", []
+    run, deaths = plan.folder / "out", list[tuple[str, list[int]]]()
     for restarts in range(plan.restarts, -1, -1):
         if not hits or not wait_for_the_moment(started, run, hits[0]):
             break
@@ -248,13 +255,13 @@ def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> list[lis
             break
         hit = hits.pop(0)
         tally.count("kills", hit.whom, *["while writing"] * half_written)
-        deaths.append(killed)
+        deaths.append((hit.whom, killed))
         if restarts:
             tally.count("starts by the launcher")
     return deaths
 
 
-def end(started: Launch, plan: Plan, tally: Tally, deaths: list[list[int]]) -> int | None:
+def end(started: Launch, plan: Plan, tally: Tally, deaths: list[tuple[str, list[int]]]) -> int | None:
     """Waits for the end of a run; -> its exit code, or None if it did not end correctly."""
     begun, launcher = time.monotonic(), started.process.pid
     try:
@@ -264,12 +271,17 @@ def end(started: Launch, plan: Plan, tally: Tally, deaths: list[list[int]]) -> i
         return None
     if deaths:
         tally.longest_end = max(tally.longest_end, time.monotonic() - begun)
-    for killed in deaths:
-        if launcher not in killed and not any(f"(process {pid}) was ended by SIGKILL" in ended.err for pid in killed):
+    for whom, killed in deaths:
+        reports = [f"(process {pid}) was ended by SIGKILL" for pid in killed]
+        if whom == A_WORKER:
+            if ended.code == 0:  # its last batches may have been read already
+                continue
+            reports = ["a data worker has ended"]
+        if launcher not in killed and not any(report in ended.err for report in reports):
             tally.broke("unnamed", f"{plan.folder}: none of the killed processes {killed} is named:\n{ended.err}")
     if ended.left:
         tally.broke("left behind", f"{plan.folder}: {len(ended.left)} processes outlived the run")
-    if ended.code not in (0, 137):
+    if ended.code not in (0, 137, *[1 for whom, _ in deaths if whom == A_WORKER]):
         tally.broke("no end", f"{plan.folder}: ended with {ended.code}:\n{ended.err}")
         return None
     return ended.code
@@ -308,12 +320,12 @@ def campaign(folder: Path, kind: Kind, kills: int, seed: int, at_once: int) -> R
     counts = tally.counts
     if counts["kills"] < kills // 2:
         tally.broken.append(f"only {counts['kills']} of {kills} kills came before the end of their run")
-    if kills >= ALL_VICTIMS and not all(counts[whom] for whom in VICTIMS):
-        tally.broken.append(f"no kill of {', '.join(whom for whom in VICTIMS if not counts[whom])}")
+    if kills >= ALL_VICTIMS and not all(counts[whom] for whom in kind.victims):
+        tally.broken.append(f"no kill of {', '.join(whom for whom in kind.victims if not counts[whom])}")
     figures = {
         "mesh": str(kind.mesh),
         "kills": counts["kills"],
-        "    of one rank, all ranks, everything": " ".join(str(counts[w]) for w in VICTIMS),
+        f"    of {', '.join(kind.victims)}": " ".join(str(counts[whom]) for whom in kind.victims),
         "    while a checkpoint was written": counts["while writing"],
         "starts, and by the launcher itself": f"{counts['starts']} {counts['starts by the launcher']}",
         "checkpoints committed": counts["committed"],
@@ -323,7 +335,7 @@ def campaign(folder: Path, kind: Kind, kills: int, seed: int, at_once: int) -> R
         "    that did not end": counts["no end"],
         "    not bit for bit the uninterrupted one": counts["different"],
         "    with processes left behind": counts["left behind"],
-        "    whose log does not name the killed rank": counts["unnamed"],
+        "    whose log does not name what was killed": counts["unnamed"],
         "seconds from a kill to the end, at most": f"{tally.longest_end:.1f}",
         "seconds in all": f"{time.monotonic() - begun:.0f}",
     }

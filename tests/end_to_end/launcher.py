@@ -44,6 +44,10 @@ class Launch(NamedTuple):
         names = {pid: _name(pid) for pid in self.pids()}
         return {int(name.removeprefix("rank ")): pid for pid, name in names.items() if name.startswith("rank ")}
 
+    def data_workers(self) -> list[int]:
+        """The data workers that are alive, of all ranks."""
+        return [pid for pid in self.pids() if _name(pid).startswith("data worker ")]
+
     def catches(self, sign: signal.Signals) -> bool:
         """Whether the started process has a handler for a signal by now, such as a shell's trap."""
         return self._has(sign, "SigCgt")

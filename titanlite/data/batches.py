@@ -271,7 +271,8 @@ def _context() -> BaseContext:
     return ForkServer()
 
 
-def _start_worker(_number: int) -> None:
+def _start_worker(number: int) -> None:
+    children.name_process(f"data worker {number}")
     children.end_with_starter()
 
 
