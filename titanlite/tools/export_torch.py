@@ -12,11 +12,11 @@ import torch
 from titanlite.checkpoint.whole import Stored
 from titanlite.ground.files import publish
 from titanlite.hf.export import Exported
-from titanlite.hf.folder import tied_names
 from titanlite.hf.output import reporting, start_output
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.export_hf import export_parser
 from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.parameters import tied_names
 
 
 def main() -> None:

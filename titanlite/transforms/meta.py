@@ -18,7 +18,7 @@ from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms import lora
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.groups import apply_groups
-from titanlite.transforms.parameters import is_adapter, tie
+from titanlite.transforms.parameters import allocate, is_adapter
 
 
 def on_meta(family: Family, config: Config) -> Decoder:
@@ -58,8 +58,7 @@ def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
     errors.disabled = True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            model.to_empty(device="cpu")
-            tie(model)
+            allocate(model, torch.device("cpu"))
             tokens, positions = (torch.zeros(batch, seq_len, dtype=torch.int64) for _ in range(2))
             hidden = model(tokens, SeqInfo(positions))
             if model.head is not None:
