@@ -26,7 +26,8 @@ WRONG = {
 
 def faults_of(loss: str, **options) -> list[str]:
     config = config_of({}, training={"loss": loss, "loss_options": options})
-    return list(found_by(faults, config, on_meta(family_of(config.model), config)))
+    family = family_of(config.model)
+    return list(found_by(faults, config, family, on_meta(family, config)))
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -7,7 +7,7 @@ own labels is added, times predict_further_weight / predict_further.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from titanlite.data.batch import Batch
 from titanlite.parallel.mesh import DATA_DIMENSIONS, sum_over
 from titanlite.parallel.pipeline import Microbatch
 from titanlite.registry import own
+from titanlite.registry.family import Family, location_of
+from titanlite.transforms.meta import on_meta, without_memory
 
 _PROBED = 3  # tokens for which a check calls a loss of the user's own
 
@@ -119,7 +121,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
 )
 
 
-def _further_faults(config: Config, model: Decoder) -> Iterator[str]:
+def _further_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Options that MTP modules exclude, and models whose last block cannot be repeated."""
     yield from conflicts(config, _CONFLICTS)
     cfg = config.training
@@ -130,11 +132,34 @@ def _further_faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f"{key}: LIMITS of {config.model.name} say that its blocks need more than earlier hidden states; set it to 0"
     if cfg.predict_further and getattr(model.config, "mup_base_dim", None) is not None:
         yield f"{key}: model.overrides.mup_base_dim has no rate for what it adds; set one of them back"
+    if cfg.predict_further and (reason := _no_continuation(config, family)):
+        yield f"{key}: {reason}; set it to 0"
 
 
-def faults(config: Config, model: Decoder) -> Iterator[str]:
+def _no_continuation(config: Config, family: Family) -> str:
+    """Why MTP modules cannot continue from a model's last block; "" if they can, or where a forward pass depends on data."""
+    model, outputs = on_meta(family, config), list[Any]()
+    [*model.layers.values()][-1].register_forward_hook(lambda _module, _args, out: outputs.append(out))
+    with without_memory(model, batch=1, seq_len=16) as (tokens, seq):
+        try:
+            hidden, args, kwargs = run_with_arguments(model, tokens, seq)
+        except Exception:  # the user's module can raise anything; a run names it
+            return ""
+        if not isinstance(outputs[-1], Tensor):
+            return f"the last block of {config.model.name} does not return hidden states alone"
+        if outputs[-1] is not hidden:
+            return f"{config.model.name} changes what its last block returns, and not what that of an MTP module does"
+        try:
+            for each in further_of(model).values():
+                each(hidden, model.embed(tokens), *args, **kwargs)
+        except Exception as error:
+            return f"an MTP module of {config.model.name} fails ({location_of(error)}): {error!r}"
+    return ""
+
+
+def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Options that exclude MTP modules; a z-loss that the head does not compute; a RoPE scaling by the length of the text."""
-    yield from _further_faults(config, model)
+    yield from _further_faults(config, family, model)
     if config.training.z_loss and not isinstance(model.head, Head):
         yield (
             f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "
