@@ -52,8 +52,8 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     frozen: the dtype of the frozen weights, the compute precision: they take no steps that need a float32 master. Adapters are
     float32.
 
-    Raises UserError that lists the patterns which match no linear layer of the blocks, for one that covers experts, for
-    adapters of a higher rank than their layer, for one on a tied weight, and for a model with parameters of such names of its own.
+    Raises UserError that lists the patterns which match no linear layer of the blocks, for one that covers experts or a tied
+    weight, for adapters of a higher rank than their layer, and for a model with parameters of such names of its own.
     """
     if own := [every_layer(name) for name, _ in model.named_parameters() if is_adapter(name)]:
         raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; rename it")
