@@ -5,6 +5,7 @@ that neither the mesh nor accumulation changes it. With training.predict_further
 own labels is added, times predict_further_weight / predict_further.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -160,11 +161,8 @@ def _no_continuation(config: Config, family: Family) -> str:
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Options that exclude MTP modules; a z-loss that the head does not compute; a RoPE scaling by the length of the text."""
     yield from _further_faults(config, family, model)
-    if config.training.z_loss and not isinstance(model.head, Head):
-        yield (
-            f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "
-            "computes it; set it to 0"
-        )
+    if config.training.z_loss and (reason := loss_elsewhere(config, family)):
+        yield f"training.z_loss = {config.training.z_loss:g}: {reason}; set it to 0"
     for name in [field.name for field in fields(model.config)]:
         if isinstance(getattr(model.config, name), DynamicScaling):
             yield (
@@ -172,23 +170,41 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
                 "current text, so the loss of a document would depend on what is packed beside it; it is for generation and "
                 f'evaluation: to train, set model.overrides.{name} to "none" or to another rope_type, such as "yarn"'
             )
-    yield from _own_faults(config, model)
+    yield from _own_faults(config, family)
 
 
-def _own_faults(config: Config, model: Decoder) -> Iterator[str]:
+def loss_elsewhere(config: Config, family: Family) -> str:
+    """Why [training] and [distillation] cannot change the loss of a model: another code than that of Head computes it, perhaps
+    in a class made from Head. "" if they can."""
+    model, called = family.on_meta(), list[bool]()
+    elsewhere = f"the head of {config.model.name} does not compute its loss by models.head.Head"
+    if not isinstance(model.head, Head):
+        return elsewhere
+    if type(model.head).forward is Head.forward:
+        return ""
+    kernels = model.head.kernels
+    model.head.kernels = kernels._replace(
+        logsumexp_and_target=lambda *a: called.append(True) or kernels.logsumexp_and_target(*a)
+    )
+    with without_memory(model, batch=1, seq_len=2) as (tokens, seq), contextlib.suppress(Exception):  # a run names it
+        model.head(model(tokens, seq), tokens)
+    return "" if called else elsewhere
+
+
+def _own_faults(config: Config, family: Family) -> Iterator[str]:
     """A loss of the user's own that gives no differentiable loss of each token. Raises UserError where it cannot be called."""
     cfg = config.training
     if ":" not in cfg.loss:
         return
     key = f'training.loss = "{cfg.loss}"'
-    if not isinstance(model.head, Head):
-        yield f"{key}: the head of {config.model.name} is not models.head.Head, which computes it"
+    if reason := loss_elsewhere(config, family):
+        yield f"{key}: {reason}"
         return
     loss = own.token_loss(config)
     assert loss is not None
     draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(_PROBED, model.head.vocab_size, generator=draw).requires_grad_()
-    labels = torch.arange(_PROBED) % model.head.vocab_size
+    logits = torch.randn(_PROBED, family.config.vocab_size, generator=draw).requires_grad_()
+    labels = torch.arange(_PROBED) % family.config.vocab_size
     place = own.place(own.function_of("training.loss", cfg.loss))
     of_teacher = {"teacher_logits": torch.randn(logits.shape, generator=draw)} if config.distillation.teacher else {}
     with own.calling(f"{key}: fails"):
