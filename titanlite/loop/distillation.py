@@ -114,7 +114,8 @@ def faults(subject: Subject) -> Iterator[str]:
     if reason := loss_elsewhere(config, subject.family):
         yield f"{key}: {reason}"
         return
-    if "teacher" not in inspect.signature(type(subject.model.head).forward).parameters:
+    assert subject.model.head is not None
+    if "teacher" not in inspect.signature(subject.model.head.forward).parameters:
         yield f"{key}: forward of the head of {config.model.name} takes no teacher, as that of models.head.Head does"
         return
     try:
@@ -127,7 +128,7 @@ def faults(subject: Subject) -> Iterator[str]:
         yield from (f"{key}: {fault}" for fault in _tokenizer_faults(config.model.hf_assets_path, folder))
         teacher = Subject(cfg, subject.ranks, subject.local_ranks, subject.open_files)
         teacher.family, teacher.model = family, on_meta(family, cfg)
-        if getattr(type(teacher.model.head), "forward", None) is not Head.forward:
+        if not isinstance(teacher.model.head, Head) or type(teacher.model.head).forward is not Head.forward:
             raise UserError(
                 f"the head of {cfg.model.name} computes logits by a forward of its own, which a student does not call"
             )

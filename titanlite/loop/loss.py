@@ -183,9 +183,12 @@ def loss_elsewhere(config: Config, family: Family) -> str:
     if type(model.head).forward is Head.forward:
         return ""
     kernels = model.head.kernels
-    model.head.kernels = kernels._replace(
-        logsumexp_and_target=lambda *a: called.append(True) or kernels.logsumexp_and_target(*a)
-    )
+
+    def watched(*args: Any) -> tuple[Tensor, Tensor]:
+        called.append(True)
+        return kernels.logsumexp_and_target(*args)
+
+    model.head.kernels = kernels._replace(logsumexp_and_target=watched)
     with without_memory(model, batch=1, seq_len=2) as (tokens, seq), contextlib.suppress(Exception):  # a run names it
         model.head(model(tokens, seq), tokens)
     return "" if called else elsewhere

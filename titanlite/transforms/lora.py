@@ -73,7 +73,7 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     least, kind = min((min(linears[name].weight.shape), every_layer(name)) for name in adapted)
     if cfg.rank > least:
         raise UserError(f"lora.rank = {cfg.rank}: higher than that of {kind}, {least}; lower it, or change lora.modules")
-    owners = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    owners: Counter[Tensor] = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     if tied := sorted({every_layer(name) for name in adapted if owners[linears[name].weight] > 1}):
         raise UserError(
             f"lora.enable = true: the weight of {tied[0]} is another module's too, and an export could not merge the adapter "
