@@ -42,6 +42,7 @@ from titanlite.verify.compare import Trajectory, compare, replaced
 
 HERE = "tests.own.test_further"
 DEPTHS, WEIGHT = 2, 0.6
+FLOAT32 = {"mixed_precision_param": "float32"}
 
 
 def configured(degrees: dict[str, int], flavor: str = "plain", accumulation: int = 1, **keys: Any) -> Config:
@@ -185,6 +186,15 @@ def test_another_precision_differs_by_its_rounding(pools, precision):
     found, exact = (trajectory_of(pools, ONE, each) for each in (config, configured(ONE, training={"steps": 1})))
     assert found.losses[0] == pytest.approx(exact.losses[0], rel=5e-3)
     assert found.norms[0] == pytest.approx(exact.norms[0], rel=6e-2)
+
+
+@pytest.mark.parametrize("fork", ["tied_in_constructor", "own_names"])
+def test_an_embedding_of_a_forks_own_class_computes_in_the_precision_of_the_model_for_mtp_modules_too(pools, fork):
+    """In one process, only the model's forward pass cast its parameters, and the module stopped at two dtypes."""
+    training = {"mixed_precision_param": "bfloat16", "steps": 1}
+    config = configured(ONE, training=training, model={"name": f"tests.forks.{fork}"})
+    found, exact = (trajectory_of(pools, ONE, each) for each in (config, replaced(config, training=training | FLOAT32)))
+    assert found.losses[0] == pytest.approx(exact.losses[0], rel=5e-3)
 
 
 # ------------------------------------------------------------------------------------------------ runs and their checkpoints
