@@ -150,8 +150,7 @@ class Router(nn.Module):
     # Training sets these.
     losses: RouterLosses | None = None
     bias_update_speed = 0.0
-    counts: Tensor | None = None  # (experts,) int64: this rank's rows of the latest forward pass
-    step_counts: Tensor | None = None  # the same of all microbatches of a step
+    counts: Tensor | None = None  # (experts,) int64: this rank's rows of a step, also those of recomputations
 
     def __init__(
         self,
@@ -207,10 +206,10 @@ class Router(nn.Module):
         return total
 
     def count(self, chosen: Tensor) -> None:
-        """Keeps the counts of this pass. They are overwritten, so that a recomputation counts nothing twice."""
+        """Adds to the counts of the step. A recomputation adds the same again, which changes no share of an expert."""
         if self.counts is not None and torch.is_grad_enabled():
             experts = torch.arange(len(self.counts), device=chosen.device)
-            self.counts.copy_((chosen.flatten()[:, None] == experts).sum(dim=0))
+            self.counts.add_((chosen.flatten()[:, None] == experts).sum(dim=0))
 
     def choose(self, scores: Tensor) -> Tensor:  # (tokens, experts) -> (tokens, top_k)
         """The numbers of the experts with the best scores."""

@@ -49,7 +49,7 @@ from titanlite.plan.step import simulated_ranks  # noqa: E402
 from titanlite.registry.family import family_of  # noqa: E402
 from titanlite.transforms.dtypes import DTYPES  # noqa: E402
 from titanlite.transforms.meta import on_meta  # noqa: E402
-from titanlite.transforms.parameters import tie  # noqa: E402
+from titanlite.transforms.parameters import allocate  # noqa: E402
 
 DEVICE = pretend.DEVICE
 _BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -194,8 +194,7 @@ def step(config: Config, parts: list[str]) -> None:
         mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), "cuda")
         with fake:
             model = order.parallelize(family, config, mesh, DEVICE)
-            model.to_empty(device=DEVICE)
-            tie(model)
+            allocate(model, DEVICE)
             if "model" in parts:
                 shape = 1, training.local_batch_size, training.seq_len
                 documents = torch.zeros(shape, dtype=torch.int32, device=DEVICE) if training.document_mask else None

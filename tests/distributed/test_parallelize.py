@@ -17,6 +17,7 @@ from models.attention import SeqInfo
 from models.blocks import Computed, Identity, Normal, SwiGLU, Uniform
 from models.head import Sizes
 from tests import tiny
+from tests.distributed.as_one import as_one_process
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches, trajectory
 from tests.distributed.test_communication import Sent
@@ -271,6 +272,33 @@ def build_with_table(change: dict[str, str | None]) -> None:
     model = build_model(family, config_of(TP), mesh, CPU)
     summed_loss(model, first_microbatch(config_of(TP), mesh))
     dist.barrier()
+
+
+@pytest.mark.parametrize("degrees", [SHARD, TP], ids=str)
+def test_parameters_that_a_constructor_ties_stay_one_on_every_mesh(pools, degrees):
+    def configured(mesh):
+        return config_of(mesh, training={"steps": 2}, model={"name": "tests.forks.tied_in_constructor"})
+
+    found, alone = as_one_process(pools, degrees, configured)
+    assert found.weights.keys() == alone.weights.keys()
+    assert {name for name in alone.weights if name.endswith(("output.weight", "w3.weight"))} == set()
+
+
+def test_tied_parameters_of_parts_that_no_unit_or_style_joins_are_refused():
+    family = load_family("tests.tiny", "plain")
+    model = family.on_meta()
+    first, second = model.layers.values()
+    second.attention.wk.weight = first.attention.wk.weight
+    first.ffn.w2.weight = first.ffn.w1.weight
+    two_styles, apart = sharding_faults(model, family, 1)
+    assert apart == (
+        "layers.1.attention.wk.weight and layers.0.attention.wk.weight are one parameter, and parts of the model that FSDP "
+        "gathers at different times; let these parts share its module"
+    )
+    assert two_styles.endswith("are one parameter, which 'row' and 'column' split differently")
+    second.attention = first.attention
+    first.ffn.w2.weight = torch.nn.Parameter(first.ffn.w2.weight)
+    assert sharding_faults(model, family, 1) == []
 
 
 def test_a_column_module_that_does_not_get_the_whole_sequence_is_named(pools):

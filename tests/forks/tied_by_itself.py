@@ -3,9 +3,9 @@
 from models import llama3
 from models.blocks import Distribution, Normal
 from models.llama3 import Config, flops, sharding
-from tests.tiny import FLAVORS
+from tests.tiny import FLAVORS, HF, HF_TYPES, from_hf, to_hf
 
-__all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
+__all__ = ["FLAVORS", "HF", "HF_TYPES", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
 
 
 class Model(llama3.Model):

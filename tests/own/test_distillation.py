@@ -9,15 +9,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from models import llama3
 from models.attention import SeqInfo
 from models.blocks import RMSNorm
 from models.decoder import Decoder
 from models.head import IGNORE, Head, Sizes, distilled
+from tests import tiny
 from tests.distributed.as_one import as_one_process, trajectory_of
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import config_of
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, resumes_bit_for_bit, run
 from tests.distributed.test_variants import MOE, SPLIT
+from tests.own.test_loss import OwnLossHead, ScaledHead, with_head
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
 from titanlite.data.prepare.cache import train_tokenizer
@@ -237,6 +240,18 @@ def test_a_pipeline_and_a_mesh_that_the_teacher_does_not_fit_are_refused(tmp_pat
     assert fault.startswith("distillation.teacher = ") and "parallelism.pipeline_parallel_degree = 2" in fault
     (fault,) = faults_of(folder, 8, parallelism={"tensor_parallel_degree": 8}, model={"overrides": {"n_kv_heads": 8}})
     assert fault.startswith("distillation.teacher = ") and "does not divide n_kv_heads = 4" in fault
+
+
+def test_a_head_whose_logits_or_loss_distillation_would_not_compute_is_refused(tmp_path, monkeypatch):
+    """A teacher's factor on its logits was left out, without a message; a student without the argument stopped in Python."""
+    folder = written(tmp_path / "teacher", "tests.tiny", "large")
+    monkeypatch.setattr(tiny, "Model", with_head(OwnLossHead))
+    (fault,) = faults_of(folder)
+    assert "the head of tests.tiny does not compute its loss by models.head.Head" in fault
+    monkeypatch.undo()
+    monkeypatch.setattr(llama3, "Model", with_head(ScaledHead, llama3))
+    (fault,) = faults_of(folder)
+    assert fault.endswith("the head of llama3 computes logits by a forward of its own, which a student does not call")
 
 
 def test_a_dense_teacher_of_a_model_with_split_experts_is_not_refused(tmp_path):

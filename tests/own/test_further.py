@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.attention import SeqInfo
+from models.attention import SeqInfo, with_mask
 from models.further import further_of
 from models.head import IGNORE
+from models.rope import rotation
 from tests import tiny
 from tests.distributed import cells
 from tests.distributed.as_one import as_one_process, trajectory_of
@@ -21,12 +22,14 @@ from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, GRAPHS, config_of, degrees_of
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, reports, resumes_bit_for_bit, run
 from tests.distributed.test_variants import MOE, SPLIT
+from tests.forks.right import value_residual
 from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.hf import export as exporting
 from titanlite.loop.checks import check
+from titanlite.loop.loss import faults
 from titanlite.optim.build import is_orthogonalized
 from titanlite.parallel.mesh import ranks_of
 from titanlite.parallel.tensor import sharding_faults
@@ -39,6 +42,7 @@ from titanlite.verify.compare import Trajectory, compare, replaced
 
 HERE = "tests.own.test_further"
 DEPTHS, WEIGHT = 2, 0.6
+FLOAT32 = {"mixed_precision_param": "float32"}
 
 
 def configured(degrees: dict[str, int], flavor: str = "plain", accumulation: int = 1, **keys: Any) -> Config:
@@ -184,6 +188,15 @@ def test_another_precision_differs_by_its_rounding(pools, precision):
     assert found.norms[0] == pytest.approx(exact.norms[0], rel=6e-2)
 
 
+@pytest.mark.parametrize("fork", ["tied_in_constructor", "own_names"])
+def test_an_embedding_of_a_forks_own_class_computes_in_the_precision_of_the_model_for_mtp_modules_too(pools, fork):
+    """In one process, only the model's forward pass cast its parameters, and the module stopped at two dtypes."""
+    training = {"mixed_precision_param": "bfloat16", "steps": 1}
+    config = configured(ONE, training=training, model={"name": f"tests.forks.{fork}"})
+    found, exact = (trajectory_of(pools, ONE, each) for each in (config, replaced(config, training=training | FLOAT32)))
+    assert found.losses[0] == pytest.approx(exact.losses[0], rel=5e-3)
+
+
 # ------------------------------------------------------------------------------------------------ runs and their checkpoints
 
 
@@ -247,6 +260,51 @@ def test_a_model_whose_blocks_cannot_be_separated_is_refused(tmp_path, monkeypat
     monkeypatch.setattr(tiny, "LIMITS", {"stages": False}, raising=False)
     (fault,) = faults_of(tmp_path, 1)
     assert "LIMITS of tests.tiny" in fault
+
+
+class NormAfterBlocks(tiny.Model):
+    """Its forward ends with the norm, so that hidden states of MTP modules would have none."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm, self.head.norm = self.head.norm, torch.nn.Identity()
+
+    def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
+        return self.norm(super().forward(x, seq))
+
+
+class NarrowEmbedding(tiny.Model):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed, self.up = torch.nn.Embedding(config.vocab_size, 32), torch.nn.Linear(32, config.dim, bias=False)
+
+    def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
+        seq, x = with_mask(seq), self.up(self.embed(x))
+        rope = rotation(seq, self.config.head_dim, self.config.rope_theta)
+        for layer in self.layers.values():
+            x = layer(x, rope, seq)
+        return x
+
+
+@pytest.mark.parametrize(
+    "model, reason",
+    [
+        (NormAfterBlocks, "changes what its last block returns, and not what that of an MTP module does"),
+        (NarrowEmbedding, "an MTP module of tests.tiny fails"),
+        (value_residual.Model, "the last block of tests.tiny does not return hidden states alone"),
+    ],
+)
+def test_a_model_that_mtp_modules_cannot_continue_is_refused(monkeypatch, model, reason):
+    """The first one had trained, without a norm in front of the head of each MTP module."""
+    monkeypatch.setattr(tiny, "Model", model)
+    config = configured({})
+    (fault,) = faults(config, family := family_of(config.model), on_meta(family, config))
+    assert fault.startswith(f"training.predict_further = {DEPTHS}: ") and reason in fault
+
+
+def test_a_model_that_loops_over_its_blocks_has_mtp_modules():
+    config = configured({}, model={"name": "tests.forks.right.looped"})
+    assert [*faults(config, family := family_of(config.model), on_meta(family, config))] == []
 
 
 # ---------------------------------------------------------------------------------------------------------------- predictions

@@ -3,9 +3,14 @@
 import importlib
 import logging
 import threading
+import types
 
 import pytest
+import torch.nn.functional as F
 
+from models import llama3
+from models.head import Head
+from tests import tiny
 from tests.distributed.scenarios import config_of
 from titanlite.loop import checks
 from titanlite.loop.loss import faults
@@ -26,7 +31,8 @@ WRONG = {
 
 def faults_of(loss: str, **options) -> list[str]:
     config = config_of({}, training={"loss": loss, "loss_options": options})
-    return list(found_by(faults, config, on_meta(family_of(config.model), config)))
+    family = family_of(config.model)
+    return list(found_by(faults, config, family, on_meta(family, config)))
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -43,6 +49,41 @@ def test_a_wrong_loss_is_one_message_with_its_key_and_line(case, tmp_path, monke
 
 def test_a_correct_loss_is_not_refused():
     assert faults_of("tests.own.parts:smoothed", share=0.2) == []
+
+
+class ScaledHead(Head):
+    """Its loss is that of Head, of other hidden states."""
+
+    def forward(self, hidden, labels=None, teacher=None):
+        return super().forward(hidden * 0.5, labels, teacher)
+
+
+class OwnLossHead(Head):
+    """A class made from Head whose loss is its own."""
+
+    def forward(self, hidden, labels=None):
+        logits = self.output(self.norm(hidden))
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def with_head(kind: type[Head], family: types.ModuleType = tiny) -> type[llama3.Model]:
+    class Model(family.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            self.head = kind(self.head.norm, config.dim, config.vocab_size)
+
+    return Model
+
+
+@pytest.mark.parametrize("head, refused", [(ScaledHead, False), (OwnLossHead, True)])
+@pytest.mark.parametrize("keys", [{"z_loss": 0.1}, {"loss": "tests.own.parts:smoothed"}], ids=str)
+def test_options_of_a_loss_that_a_class_made_from_head_does_not_compute_are_refused(monkeypatch, head, refused, keys):
+    """They had no effect, without a message."""
+    monkeypatch.setattr(tiny, "Model", with_head(head))
+    config = config_of({}, training=keys)
+    found = list(faults(config, family := family_of(config.model), on_meta(family, config)))
+    assert len(found) == refused
+    assert all("the head of tests.tiny does not compute its loss by models.head.Head" in fault for fault in found)
 
 
 def test_a_part_that_does_not_return_is_named_with_its_line(tmp_path, monkeypatch, caplog):

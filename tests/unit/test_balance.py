@@ -30,7 +30,7 @@ def mixture(score: str = "softmax", bias: bool = False) -> MoE:
 
 def start_counting(layer: MoE, speed: float = 0.0) -> Router:
     router = layer.router
-    router.counts, router.step_counts = (torch.zeros(EXPERTS, dtype=torch.int64) for _ in range(2))
+    router.counts = torch.zeros(EXPERTS, dtype=torch.int64)
     router.bias_update_speed = speed
     layer.routers = [router]
     return router
@@ -68,27 +68,27 @@ def test_the_gradients_are_those_of_the_loss_and_the_routers_losses_together(sco
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_counts_each_row_of_each_microbatch_once_and_passes_without_gradient_not_at_all(recompute):
+def test_a_step_counts_each_row_as_often_as_it_is_computed_and_passes_without_gradient_not_at_all(recompute):
     layer = mixture()
     router = start_counting(layer)
     balance.begin_step(layer)
     expected = torch.zeros(EXPERTS, dtype=torch.int64)
     for seed in range(3):
         x = torch.randn(ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-        expected += F.one_hot(router(x)[1], EXPERTS).sum((0, 1))
+        with torch.no_grad():
+            expected += (1 + recompute) * F.one_hot(router(x)[1], EXPERTS).sum((0, 1))
         result = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
         result.sum().backward()
-        balance.add_microbatch(layer)
         with torch.no_grad():
             layer(torch.randn(ROWS, LENGTH, DIM))  # as validation does
-    assert torch.equal(router.step_counts, expected) and expected.sum() == 3 * ROWS * LENGTH * TOP_K
+    assert torch.equal(router.counts, expected) and expected.sum() == 3 * (1 + recompute) * ROWS * LENGTH * TOP_K
 
 
 def test_a_bias_rises_for_experts_below_the_mean_falls_above_it_and_does_not_move_on_a_skipped_step():
     layer = mixture(bias=True)
     router = start_counting(layer, speed=0.25)
     before = router.bias.clone()
-    router.step_counts.copy_(torch.tensor([0, 4, 5, 6, 3, 6]))  # the mean is 4
+    router.counts.copy_(torch.tensor([0, 4, 5, 6, 3, 6]))  # the mean is 4
     balance.move_biases(layer, skipped=torch.tensor(1.0))
     assert torch.equal(router.bias, before)
     balance.move_biases(layer, skipped=torch.tensor(0.0))
@@ -98,7 +98,7 @@ def test_a_bias_rises_for_experts_below_the_mean_falls_above_it_and_does_not_mov
 def test_reports_have_the_load_imbalance():
     layer = mixture(bias=True)
     router = start_counting(layer)
-    router.step_counts.copy_(torch.tensor([0, 2, 2, 2, 2, 4]))
+    router.counts.copy_(torch.tensor([0, 2, 2, 2, 2, 4]))
     router.bias.copy_(torch.tensor([0.0, -0.5, 0.25, 0, 0, 0]))
     values = balance.load(layer, expert_ranks=2)
     shares = [1 / 6] * 4 + [1 / 3]
@@ -111,7 +111,7 @@ def test_reports_have_the_load_imbalance():
         "router_bias_range": pytest.approx(0.75),
     }
     assert balance.load(torch.nn.Linear(2, 2), 1) == {}
-    router.step_counts = torch.tensor([6])  # an MoE layer with one expert
+    router.counts = torch.tensor([6])  # an MoE layer with one expert
     assert balance.load(layer, 1)["expert_entropy"] == 1.0
 
 
@@ -126,10 +126,21 @@ def test_a_forks_own_moe_layers_are_counted_and_may_have_a_bias_in_some_layers()
     balance.balance_experts(model, config, 1, mesh, mesh)
     balance.begin_step(model)
     model(torch.zeros(1, 6, dtype=torch.int64), SeqInfo(torch.arange(6)[None]))
-    balance.add_microbatch(model)
     balance.move_biases(model, torch.tensor(0.0))
     values = balance.load(model, 1)
     assert (values["expert_load/0"], values["expert_load/1"], values["router_bias_range"]) == (4.0, 4.0, 1.0)
+
+
+def test_a_router_that_runs_twice_in_a_pass_counts_the_tokens_of_both():
+    """Only those of the last run had counted: in looped models, the bias followed them alone."""
+    layer, x = mixture(), torch.randn(ROWS, LENGTH, DIM)
+    router = start_counting(layer)
+    balance.begin_step(layer)
+    layer(layer(x))
+    with torch.no_grad():
+        runs = [F.one_hot(router(given)[1], EXPERTS).sum((0, 1)) for given in (x, layer(x))]
+    assert not torch.equal(*runs)
+    assert torch.equal(router.counts, sum(runs))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,17 @@ def layer_of(recipe: str) -> nn.Linear:
     return layer
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_layers_with_one_weight_have_one_after_the_conversion(gathered):
+    """What is gathered in float8 is a new parameter of each layer, so that tied ones trained apart."""
+    config = config_of({"enable_fsdp_float8_all_gather": gathered}, model={"name": "tests.forks.tied_in_constructor"})
+    model = on_meta(family_of(config.model), config)
+    before = dict(model.named_parameters())
+    convert(model, config)
+    assert dict(model.named_parameters()).keys() == before.keys()
+    assert all(layer.ffn.w3.weight is layer.ffn.w1.weight for layer in model.layers.values())
+
+
 # ------------------------------------------------------------------------------------------------------- what they compute
 
 

@@ -18,7 +18,7 @@ from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, restore
 from titanlite.optim.state import checkpoint_bytes
 from titanlite.plan.predict import predict
-from titanlite.registry.family import Family
+from titanlite.registry.family import Family, load_family
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.lora import LoraLinear, adapt, merged
 from titanlite.transforms.meta import on_meta, training_flops
@@ -73,6 +73,16 @@ def test_the_linear_layers_of_blocks_that_a_pattern_matches_get_one_adapter_each
     for name in expected:
         module = model.get_submodule(name)
         assert (module.lora_a.shape, module.lora_b.shape) == ((3, module.in_features), (module.out_features, 3))
+
+
+def test_a_tied_weight_takes_no_adapter_but_a_layer_that_blocks_share_takes_one():
+    """An export merged the adapter of the weight's first name into both, and left out the other one."""
+    family = load_family("tests.forks.tied_in_constructor", "plain")
+    with pytest.raises(UserError, match=r"the weight of layers\.\*\.ffn\.w1 is another module's too"):
+        adapted(family)
+    assert adapted(family, modules=["*.attention.*", "*.w2"])
+    shared = adapted(load_family("tests.forks.right.shared_attention", "plain"), modules=["*.attention.wq"])
+    assert isinstance(shared.layers["1"].attention.wq, LoraLinear)
 
 
 class Special(nn.Linear):

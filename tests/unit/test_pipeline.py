@@ -10,12 +10,12 @@ from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.parallel.pipeline import STAGES_OF_A_RANK, assign_stages, balanced, split_layers
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK, assign_stages, balanced, split_layers, unsplittable
 from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.pipeline import Action, held_after, orders, rehearse
 from titanlite.plan.shape import Shape
 from titanlite.plan.step import simulated_ranks
-from titanlite.registry.family import family_of
+from titanlite.registry.family import family_of, load_family
 from titanlite.transforms.meta import on_meta
 from titanlite.verify.compare import replaced
 
@@ -70,6 +70,12 @@ def test_an_embedding_of_a_forks_own_class_needs_no_weight():
     family = family_of(config.model.model_copy(update={"name": "tests.forks.own_names"}))
     assert [share.tied for share in assign_stages(config, family, on_meta(family, config))] == [False, False]
     assert Shape.of(family, family.on_meta(), 16).embeddings == 512 * 32 + 32 * 64 + 512 * 64
+
+
+def test_parameters_that_two_stages_would_train_apart_are_refused():
+    family = load_family("tests.forks.tied_in_constructor", "plain")
+    assert unsplittable(family, 2) == "head.output.weight is tied to another part, and each stage would train its own"
+    assert unsplittable(load_family("tests.forks.tied_by_itself", "plain"), 2) == ""
 
 
 @pytest.mark.parametrize(

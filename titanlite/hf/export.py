@@ -29,6 +29,7 @@ from titanlite.registry.description import Description, read_description
 from titanlite.registry.family import Family, described, family_of, trusted
 from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.lora import merged
+from titanlite.transforms.parameters import tied_names
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class Exported:
         if rank_and_world()[0] == 0:
             warn_of_changes(stored.source, stored.manifest.numbers.get("model_source"), self.family.module)
         self.model = self.family.on_meta()
+        self.tied = tied_names(self.model)  # a checkpoint has each under its first name alone
         self._buffers = dict(self.model.named_buffers())
         self.shapes = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
         weights = [name for name in stored.entries if name.startswith(WEIGHTS) and not is_further(name)]
@@ -134,14 +136,14 @@ class Exported:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of an exported weight. A buffer, the bias of a router, loses no precision: transformers has it in float32."""
-        stored = self.stored.entries[f"model.{name}"].properties.dtype
+        stored = self.stored.entries[f"model.{self.tied.get(name, name)}"].properties.dtype
         if self._dtype is None or not stored.is_floating_point:
             return stored
         return torch.promote_types(stored, self._dtype) if name in self._buffers else self._dtype
 
     def read_tensor(self, name: str) -> Tensor:
         """A whole weight with its adapter merged, in the dtype of the export. name: in the model."""
-        tensor = self._read(f"model.{name}")
+        tensor = self._read(f"model.{self.tied.get(name, name)}")
         cast = tensor.to(self.dtype_of(name))
         if cast.dtype == torch.float16 and not cast.isfinite().all() and tensor.isfinite().all():
             raise UserError(f"{name}: has values beyond the largest float16, 65504; use bfloat16")
@@ -169,7 +171,13 @@ def export(
     unfinished = unfinished_path(output)
     with together(group), reporting(output):
         exported = Exported(Stored(source, rank, world, average), dtype, assets, named)
-        items = items_of(exported.shapes, their_names(exported.family, exported.shapes), exported.dtype_of)
+        theirs = their_names(exported.family, [*exported.shapes, *exported.tied])
+        # the format knows one tie; what a fork ties besides is a tensor under each of its names
+        known = (
+            {"head.output.weight"} if exported.family.module.to_hf(exported.family.config).get("tie_word_embeddings") else ()
+        )
+        more = {name: exported.shapes[first] for name, first in exported.tied.items() if name not in known}
+        items = items_of(exported.shapes | more, theirs, exported.dtype_of)
         if odd := [item for item in items if item.dtype not in _CODES]:
             lines = [f"{next(iter(item.parts))}: is {item.dtype}, which the format does not support" for item in odd]
             raise UserError("\n".join(dict.fromkeys(lines)))

@@ -22,7 +22,7 @@ from titanlite.hf.entries import Entry, Stack, dequantize, part_of
 from titanlite.hf.part import TensorPart
 from titanlite.registry.description import Description, read_description
 from titanlite.registry.family import Family, described, require_hf
-from titanlite.transforms.parameters import is_adapter
+from titanlite.transforms.parameters import is_adapter, tied_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
@@ -55,13 +55,6 @@ def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
     if missing := [name for name, their in theirs.items() if their is None]:
         raise UserError("\n".join(f"{family.module.__name__}: HF has no name for {name}" for name in missing))
     return {name: their for name, their in theirs.items() if their is not None}
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """The other names of tied parameters -> their name in checkpoints."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    all_names = model.named_parameters(remove_duplicate=False)
-    return {name: first[parameter] for name, parameter in all_names if first[parameter] != name}
 
 
 def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, list[Entry | Stack]]:

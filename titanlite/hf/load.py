@@ -43,7 +43,7 @@ def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) ->
         values = _slice(entries[0], box)
         for other in entries[1:]:
             if not torch.equal(values, _slice(other, box).to(values.dtype)):
-                raise UserError(f"{other.file}: {other.name} differs from {entries[0].name}, and config.json ties them")
+                raise UserError(f"{other.file}: {other.name} differs from {entries[0].name}, and the model ties them")
         part.copy_(values)
 
 

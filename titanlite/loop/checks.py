@@ -81,7 +81,7 @@ CHECKS = (
     *(Check(step.name, step.faults, step.needs) for step in STEPS),
     Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # it would repeat their faults
     Check("Hugging Face", lambda s: hf_folder.faults(s.config, s.family), ("run folder", "model")),
-    Check("loss", lambda s: loss.faults(s.config, s.model), ("model",)),
+    Check("loss", lambda s: loss.faults(s.config, s.family, s.model), ("model",)),
     Check("distillation", of_module(distillation.faults), ("mesh", "limits", "context", "experts", "sharding")),
     Check("parameters of the optimizer", lambda s: build.model_faults(s.config.optimizer, s.model), ("model",)),
     Check("balance", lambda s: balance.faults(s.config, s.model), ("model",)),

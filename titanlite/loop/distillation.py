@@ -5,6 +5,7 @@ time (models/head.py).
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from titanlite.ground.errors import UserError, at
 from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
+from titanlite.loop.loss import loss_elsewhere
 from titanlite.parallel.parallelize import STEPS, parallelize
 from titanlite.parallel.pipeline import Microbatch
 from titanlite.registry import limits
@@ -109,8 +111,12 @@ def faults(subject: Subject) -> Iterator[str]:
             "others wait for it; set it to 1, and use FSDP and tensor parallelism"
         )
         return
-    if not isinstance(subject.model.head, Head):
-        yield f"{key}: the head of {config.model.name} is not models.head.Head, which computes the divergence"
+    if reason := loss_elsewhere(config, subject.family):
+        yield f"{key}: {reason}"
+        return
+    assert subject.model.head is not None
+    if "teacher" not in inspect.signature(subject.model.head.forward).parameters:
+        yield f"{key}: forward of the head of {config.model.name} takes no teacher, as that of models.head.Head does"
         return
     try:
         cfg = config_of_teacher(config)
@@ -122,6 +128,10 @@ def faults(subject: Subject) -> Iterator[str]:
         yield from (f"{key}: {fault}" for fault in _tokenizer_faults(config.model.hf_assets_path, folder))
         teacher = Subject(cfg, subject.ranks, subject.local_ranks, subject.open_files)
         teacher.family, teacher.model = family, on_meta(family, cfg)
+        if not isinstance(teacher.model.head, Head) or type(teacher.model.head).forward is not Head.forward:
+            raise UserError(
+                f"the head of {cfg.model.name} computes logits by a forward of its own, which a student does not call"
+            )
         found = [*limits.faults(cfg, teacher.model), *(fault for step in STEPS if step.needs for fault in step.faults(teacher))]
         yield from (f"{key}: {fault}" for fault in found)
         if BEFORE_2_13 and subject.ranks > 1 and is_tied(teacher.model):

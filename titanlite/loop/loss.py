@@ -5,9 +5,10 @@ that neither the mesh nor accumulation changes it. With training.predict_further
 own labels is added, times predict_further_weight / predict_further.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from titanlite.data.batch import Batch
 from titanlite.parallel.mesh import DATA_DIMENSIONS, sum_over
 from titanlite.parallel.pipeline import Microbatch
 from titanlite.registry import own
+from titanlite.registry.family import Family, location_of
+from titanlite.transforms.meta import on_meta, without_memory
 
 _PROBED = 3  # tokens for which a check calls a loss of the user's own
 
@@ -119,7 +122,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
 )
 
 
-def _further_faults(config: Config, model: Decoder) -> Iterator[str]:
+def _further_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Options that MTP modules exclude, and models whose last block cannot be repeated."""
     yield from conflicts(config, _CONFLICTS)
     cfg = config.training
@@ -130,16 +133,36 @@ def _further_faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f"{key}: LIMITS of {config.model.name} say that its blocks need more than earlier hidden states; set it to 0"
     if cfg.predict_further and getattr(model.config, "mup_base_dim", None) is not None:
         yield f"{key}: model.overrides.mup_base_dim has no rate for what it adds; set one of them back"
+    if cfg.predict_further and (reason := _no_continuation(config, family)):
+        yield f"{key}: {reason}; set it to 0"
 
 
-def faults(config: Config, model: Decoder) -> Iterator[str]:
+def _no_continuation(config: Config, family: Family) -> str:
+    """Why MTP modules cannot continue from a model's last block; "" if they can, or where a forward pass depends on data."""
+    model, outputs = on_meta(family, config), list[Any]()
+    [*model.layers.values()][-1].register_forward_hook(lambda _module, _args, out: outputs.append(out))
+    with without_memory(model, batch=1, seq_len=16) as (tokens, seq):
+        try:
+            hidden, args, kwargs = run_with_arguments(model, tokens, seq)
+        except Exception:  # the user's module can raise anything; a run names it
+            return ""
+        if not isinstance(outputs[-1], Tensor):
+            return f"the last block of {config.model.name} does not return hidden states alone"
+        if outputs[-1] is not hidden:
+            return f"{config.model.name} changes what its last block returns, and not what that of an MTP module does"
+        try:
+            for each in further_of(model).values():
+                each(hidden, model.embed(tokens), *args, **kwargs)
+        except Exception as error:
+            return f"an MTP module of {config.model.name} fails ({location_of(error)}): {error!r}"
+    return ""
+
+
+def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Options that exclude MTP modules; a z-loss that the head does not compute; a RoPE scaling by the length of the text."""
-    yield from _further_faults(config, model)
-    if config.training.z_loss and not isinstance(model.head, Head):
-        yield (
-            f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "
-            "computes it; set it to 0"
-        )
+    yield from _further_faults(config, family, model)
+    if config.training.z_loss and (reason := loss_elsewhere(config, family)):
+        yield f"training.z_loss = {config.training.z_loss:g}: {reason}; set it to 0"
     for name in [field.name for field in fields(model.config)]:
         if isinstance(getattr(model.config, name), DynamicScaling):
             yield (
@@ -147,23 +170,44 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
                 "current text, so the loss of a document would depend on what is packed beside it; it is for generation and "
                 f'evaluation: to train, set model.overrides.{name} to "none" or to another rope_type, such as "yarn"'
             )
-    yield from _own_faults(config, model)
+    yield from _own_faults(config, family)
 
 
-def _own_faults(config: Config, model: Decoder) -> Iterator[str]:
+def loss_elsewhere(config: Config, family: Family) -> str:
+    """Why [training] and [distillation] cannot change the loss of a model: another code than that of Head computes it, perhaps
+    in a class made from Head. "" if they can."""
+    model, called = family.on_meta(), list[bool]()
+    elsewhere = f"the head of {config.model.name} does not compute its loss by models.head.Head"
+    if not isinstance(model.head, Head):
+        return elsewhere
+    if type(model.head).forward is Head.forward:
+        return ""
+    kernels = model.head.kernels
+
+    def watched(*args: Any) -> tuple[Tensor, Tensor]:
+        called.append(True)
+        return kernels.logsumexp_and_target(*args)
+
+    model.head.kernels = kernels._replace(logsumexp_and_target=watched)
+    with without_memory(model, batch=1, seq_len=2) as (tokens, seq), contextlib.suppress(Exception):  # a run names it
+        model.head(model(tokens, seq), tokens)
+    return "" if called else elsewhere
+
+
+def _own_faults(config: Config, family: Family) -> Iterator[str]:
     """A loss of the user's own that gives no differentiable loss of each token. Raises UserError where it cannot be called."""
     cfg = config.training
     if ":" not in cfg.loss:
         return
     key = f'training.loss = "{cfg.loss}"'
-    if not isinstance(model.head, Head):
-        yield f"{key}: the head of {config.model.name} is not models.head.Head, which computes it"
+    if reason := loss_elsewhere(config, family):
+        yield f"{key}: {reason}"
         return
     loss = own.token_loss(config)
     assert loss is not None
     draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(_PROBED, model.head.vocab_size, generator=draw).requires_grad_()
-    labels = torch.arange(_PROBED) % model.head.vocab_size
+    logits = torch.randn(_PROBED, family.config.vocab_size, generator=draw).requires_grad_()
+    labels = torch.arange(_PROBED) % family.config.vocab_size
     place = own.place(own.function_of("training.loss", cfg.loss))
     of_teacher = {"teacher_logits": torch.randn(logits.shape, generator=draw)} if config.distillation.teacher else {}
     with own.calling(f"{key}: fails"):

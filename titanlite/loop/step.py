@@ -75,7 +75,7 @@ def forward_backward(
     balance.begin_step(model)
     if model.pipeline is not None:  # it begins a microbatch before the backward pass of earlier ones
         divisor = labels if loss_scale is None else 1 / loss_scale.scale
-        losses = model.pipeline.train([to_microbatch(model, each) for each in microbatches], divisor, balance.add_microbatch)
+        losses = model.pipeline.train([to_microbatch(model, each) for each in microbatches], divisor)
         return StepLoss(losses.sum() / labels, known)
     for number, microbatch in enumerate(microbatches, 1):
         choose_reductions(model, deferred, last=number == len(microbatches))
@@ -89,7 +89,6 @@ def forward_backward(
         loss = summed / labels
         (loss if loss_scale is None else summed * loss_scale.scale).backward()
         share += loss.detach()
-        balance.add_microbatch(model)
     return StepLoss(share, known, further if depths else None)
 
 

@@ -31,35 +31,26 @@ def balance_experts(
     """
     moe, group_name = config.moe, split.get_group().group_name if split.size() > 1 else ""
     balance, z = moe.balance_loss / sequences, moe.router_z_loss / (sequences * config.training.seq_len)
-    for each in (model, *(stage.part for stage in getattr(getattr(model, "pipeline", None), "stages", ()))):
-        each.routers = routers_of(each)  # a list, so that they stay the modules of their blocks
-        each.router_ranks = together
+    model.routers = routers_of(model)  # type: ignore[assignment]  # a list, so that they stay the modules of their blocks
+    model.router_ranks = together  # type: ignore[assignment]
     losses = RouterLosses(balance, z, split.size(), group_name, tp.size(), tp.get_local_rank())
     for router in _counting(model):
         router.losses = losses if balance or z else None
         router.bias_update_speed = moe.bias_update_speed
         router.counts = torch.zeros(len(router.weight), dtype=torch.int64, device=router.weight.device)
-        router.step_counts = router.counts.clone()
 
 
 def begin_step(model: nn.Module) -> None:
     """Before the first microbatch of a step."""
-    for counts in _step_counts(_counting(model)):
+    for counts in _counts(_counting(model)):
         counts.zero_()
-
-
-def add_microbatch(model: nn.Module) -> None:
-    """After each backward pass, whose recomputation has counted again."""
-    for router in _counting(model):
-        if router.counts is not None and router.step_counts is not None:
-            router.step_counts += router.counts
 
 
 def move_biases(model: nn.Module, skipped: Tensor) -> None:
     """After an optimizer step: the biases follow the load of the global batch. skipped: () float32, 1 for a skipped step."""
     routers = [router for router in _counting(model) if router.bias_update_speed and router.bias is not None]
     for router, counts in zip(
-        routers, _summed_over_ranks(_step_counts(routers), group=getattr(model, "router_ranks", None)), strict=False
+        routers, _summed_over_ranks(_counts(routers), group=getattr(model, "router_ranks", None)), strict=False
     ):
         assert router.bias is not None
         # Twice the counts and the sum of all: no rounding decides which side of the mean an expert is on.
@@ -100,7 +91,7 @@ def _of_all_stages(model: nn.Module) -> list[tuple[Tensor, float | None]]:
     spreads = [router.bias.max() - router.bias.min() for router in routers if router.bias is not None]
     found = iter(torch.stack(spreads).tolist() if spreads else [])
     ranges: list[Any] = [None if router.bias is None else next(found) for router in routers]
-    counts = _summed_over_ranks(_step_counts(routers), torch.device("cpu"), getattr(model, "router_ranks", None))
+    counts = _summed_over_ranks(_counts(routers), torch.device("cpu"), getattr(model, "router_ranks", None))
     of_routers = list(zip(counts, ranges, strict=True))
     if (pipeline := getattr(model, "pipeline", None)) is None:
         return of_routers
@@ -114,8 +105,8 @@ def _counting(model: nn.Module) -> list[Router]:
     return getattr(model, "routers", [])
 
 
-def _step_counts(routers: list[Router]) -> list[Tensor]:
-    return [router.step_counts for router in routers if router.step_counts is not None]
+def _counts(routers: list[Router]) -> list[Tensor]:
+    return [router.counts for router in routers if router.counts is not None]
 
 
 def _summed_over_ranks(counts: list[Tensor], device: torch.device | None = None, group: Any = None) -> list[Tensor]:

@@ -80,15 +80,17 @@ def apply_fsdp(
     for unit in [*_shared(blocks_of(model)), *blocks_of(model), *further_of(model).values()]:
         fully_shard(unit, reshard_after_forward=of_block, **options_of_blocks)
     embed, head = model.embed, model.head
+    only_tokens = type(embed) is nn.Embedding  # which its gradient needs, and not the weight; a fork's may multiply by others
     if embed is not None and head is not None and is_tied(model):
         # one parameter belongs to one unit, gathered before the first layer and freed after the loss
         _, sharded_head = fully_shard([embed, head], reshard_after_forward=of_head, **options)
-        if of_head is False and not further_of(model):  # it stays gathered through the head's only backward pass
+        # it stays gathered through the head's only backward pass
+        if of_head is False and only_tokens and not further_of(model):
             sharded_head.set_unshard_in_backward(False)
     else:
         if embed is not None:
             sharded_embed = fully_shard(embed, reshard_after_forward=of_block, **options)
-            if isinstance(embed, nn.Embedding):  # its gradient needs the tokens, not the weight
+            if only_tokens:
                 sharded_embed.set_unshard_in_backward(False)
         if head is not None:
             fully_shard(head, reshard_after_forward=of_head, **options)

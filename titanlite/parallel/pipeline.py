@@ -24,7 +24,7 @@ from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.registry.family import Family
 from titanlite.transforms.meta import active_parameters, on_meta
-from titanlite.transforms.parameters import is_tied
+from titanlite.transforms.parameters import is_tied, tied_names
 
 _T = TypeVar("_T")
 
@@ -174,15 +174,11 @@ class Stage(nn.Module):
         ends = {"embed": model.embed if number == 0 else None, "head": model.head if last else None}
         blocks = nn.ModuleDict({name: model.layers[name] for name in layers})
         with_children(self.part, model, {"layers": blocks, **ends})
-        self.after: Callable[[Decoder], None] | None = None  # called after each forward pass
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
         """What later stages use, or the last stage's hidden states (batch, seq, dim). Stage 0 ignores what it gets."""
         inputs, _, seq = self.microbatches[self.microbatch]
-        results = self.replay(received, inputs, seq)
-        if self.after is not None:
-            self.after(self.part)
-        return results
+        return self.replay(received, inputs, seq)
 
 
 # ------------------------------------------------------------------------------------------------------------ running stages
@@ -226,13 +222,12 @@ class Pipeline:
         if model.head is not None and model.embed is not None and self.stages[0].number > 0:
             model.embed.weight = model.head.output.weight  # FSDP2 has replaced it in the head
 
-    def train(self, microbatches: Sequence[Microbatch], divisor: Tensor, after: Callable[[Decoder], None]) -> Tensor:
+    def train(self, microbatches: Sequence[Microbatch], divisor: Tensor) -> Tensor:
         """Adds the gradients of a step; returns the summed loss of each microbatch, (microbatches,) float32.
 
-        Zeros on ranks without the head. divisor: of the losses, for the gradients; () float32. after: called with a part of the
-        model after each of its forward passes.
+        Zeros on ranks without the head. divisor: of the losses, for the gradients; () float32.
         """
-        losses = self._run(self._schedule.step, microbatches, divisor, after)
+        losses = self._run(self._schedule.step, microbatches, divisor)
         self._add_tied_gradients()
         return losses
 
@@ -240,22 +235,16 @@ class Pipeline:
         """The summed loss of each microbatch, (microbatches,) float32; zeros on ranks without the head. Without gradients."""
         return self._run(self._schedule.eval, microbatches, torch.ones((), device=microbatches[0].inputs.device))
 
-    def _run(
-        self,
-        run: Callable[..., Any],
-        microbatches: Sequence[Microbatch],
-        divisor: Tensor,
-        after: Callable[[Decoder], None] | None = None,
-    ) -> Tensor:
+    def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], divisor: Tensor) -> Tensor:
         assert len(microbatches) == self.microbatches, "a schedule is made for a number of microbatches"
         numbers = torch.arange(len(microbatches))  # on the CPU, where they are read
         self._divisor, self._losses = divisor, torch.zeros(len(microbatches), device=microbatches[0].inputs.device)
         for stage in self.stages:
-            stage.microbatches, stage.after = microbatches, after
+            stage.microbatches = microbatches
         first = (self._losses,) if self.stages[0].number == 0 else ()  # a part for each microbatch, which the stage ignores
         run(*first, target=numbers if self.head is not None else None, return_outputs=False)
         for stage, part in zip(self.stages, self._parts, strict=True):
-            stage.microbatches, stage.after = (), None
+            stage.microbatches = ()
             part.clear()
         return self._losses
 
@@ -308,9 +297,17 @@ def unsplittable(family: Family, degree: int) -> str:
     others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
     if others:
         return f"no stage has {', '.join(others)}, beside embed, layers and head"
+    if shared := [name for name, first in tied_names(model).items() if not _together(name, first)]:
+        return f"{shared[0]} is tied to another part, and each stage would train its own"
     if len(model.layers) < degree:
         return f"{degree} ranks share {len(model.layers)} blocks"
     return not_carried(family)
+
+
+def _together(name: str, other: str) -> bool:
+    """Whether two names of a tied parameter are of one block, or of embedding and head, whose gradients a pipeline adds."""
+    ends = {"embed.weight", "head.output.weight"}
+    return name.split(".")[:2] == other.split(".")[:2] or {name, other} == ends
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:

@@ -30,7 +30,7 @@ from titanlite.ground.torch_private import (
 )
 from titanlite.registry.family import Family
 from titanlite.transforms.float8 import linear_layers
-from titanlite.transforms.parameters import every_layer, match_table, tie
+from titanlite.transforms.parameters import every_layer, keeping_ties, match_table, tied_names
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
@@ -109,7 +109,8 @@ _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embed
 
 def sharding_faults(model: Decoder, family: Family, tp: int) -> list[str]:
     """Faults of a family's sharding table: parameters without a style, unknown styles, sizes that tp does not divide; and
-    `layers` with a block twice, which is one unit of FSDP, compile and recomputation."""
+    `layers` with a block twice, which is one unit of FSDP, compile and recomputation; tied parameters of different units or
+    styles."""
     styles, faults = styles_of(model, family)
     blocks = [*model.layers.values()]
     if again := next((name for number, (name, block) in enumerate(model.layers.items()) if block in blocks[:number]), ""):
@@ -126,7 +127,26 @@ def sharding_faults(model: Decoder, family: Family, tp: int) -> list[str]:
             if size % tp:
                 where = f"{kind}.weight, {size} {'rows' if style == 'column' else 'columns'}"
                 faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {where}")
+    faults += [fault for name, first in tied_names(model).items() for fault in _tie_faults(model, styles, name, first)]
     return list(dict.fromkeys(faults))
+
+
+def _tie_faults(model: Decoder, styles: dict[str, str], name: str, first: str) -> Iterator[str]:
+    """What excludes two names of a tied parameter. Modules that blocks share have one style, and are units of FSDP."""
+    owner, of_first = (each.rpartition(".")[0] for each in (name, first))
+    what = f"{name} and {first} are one parameter"
+    if model.get_submodule(owner) is model.get_submodule(of_first):
+        return
+    if _unit(name) != _unit(first):
+        yield f"{what}, and parts of the model that FSDP gathers at different times; let these parts share its module"
+    theirs, ours = styles.get(owner), styles.get(of_first)
+    if theirs in STYLES and ours in STYLES and STYLES[theirs].weight != STYLES[ours].weight:
+        yield f"sharding: {what}, which {theirs!r} and {ours!r} split differently"
+
+
+def _unit(name: str) -> list[str]:
+    """The part of a model that FSDP gathers with a parameter, if that is tied: its block, or embedding and head."""
+    return [] if name.startswith(("embed.", "head.")) else name.split(".")[:2]
 
 
 def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
@@ -146,29 +166,29 @@ def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> Non
     """
     if tp.size() == 1:
         return
-    for name, style_name in styles_of(model, family)[0].items():
-        module = model.get_submodule(name)
-        style = STYLES[style_name]
-        if isinstance(module, Experts) and module.exchange is not None:
-            continue
-        if style_name == "vocab" and isinstance(module, nn.Embedding):
-            style = _EMBEDDING
-        elif style_name == "replicate" and isinstance(module, nn.Linear):
-            style = _LOCAL_LINEAR
-        for key, parameter in module.named_parameters(recurse=False):
-            placement = style.weight if parameter.ndim > 1 else style.bias
-            shared = getattr(module, "SPLIT", {}).get(key)  # of an adapter
-            if shared is not None and placement != Shard(shared):
-                placement = Replicate()
-            split = nn.Parameter(distribute_tensor(parameter, tp, [placement]), requires_grad=parameter.requires_grad)
-            module.register_parameter(key, split)
-        if style.before is not None:
-            module.register_forward_pre_hook(
-                lambda _, args, before=style.before, name=name: (before(name, args[0], tp), *args[1:])
-            )
-        if style.after is not None:
-            module.register_forward_hook(lambda _, args, out, after=style.after: after(out, tp))
-    tie(model)
+    with keeping_ties(model):
+        for name, style_name in styles_of(model, family)[0].items():
+            module = model.get_submodule(name)
+            style = STYLES[style_name]
+            if isinstance(module, Experts) and module.exchange is not None:
+                continue
+            if style_name == "vocab" and isinstance(module, nn.Embedding):
+                style = _EMBEDDING
+            elif style_name == "replicate" and isinstance(module, nn.Linear):
+                style = _LOCAL_LINEAR
+            for key, parameter in module.named_parameters(recurse=False):
+                placement = style.weight if parameter.ndim > 1 else style.bias
+                shared = getattr(module, "SPLIT", {}).get(key)  # of an adapter
+                if shared is not None and placement != Shard(shared):
+                    placement = Replicate()
+                split = nn.Parameter(distribute_tensor(parameter, tp, [placement]), requires_grad=parameter.requires_grad)
+                module.register_parameter(key, split)
+            if style.before is not None:
+                module.register_forward_pre_hook(
+                    lambda _, args, before=style.before, name=name: (before(name, args[0], tp), *args[1:])
+                )
+            if style.after is not None:
+                module.register_forward_hook(lambda _, args, out, after=style.after: after(out, tp))
 
 
 def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:

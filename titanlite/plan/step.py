@@ -38,7 +38,7 @@ from titanlite.plan.record import Allocations, Recorder, Work, combine, mesh_sli
 from titanlite.registry.family import Family
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.parameters import tie
+from titanlite.transforms.parameters import allocate
 from titanlite.transforms.shards import local_part
 
 FURTHER = "further"  # the scope of the embeddings of MTP modules
@@ -261,8 +261,7 @@ def _with_teacher(setup: Setup, layers: Sequence[str]) -> Decoder:
 
 
 def _materialize(model: nn.Module) -> None:
-    model.to_empty(device="cpu")
-    tie(model)
+    allocate(model, torch.device("cpu"))
     if (teacher := getattr(model, "teacher", None)) is not None:
         _materialize(teacher.model)
 

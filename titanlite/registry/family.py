@@ -66,6 +66,7 @@ class Family(NamedTuple):
         """The model without memory: every parameter on the meta device, in float32."""
         with torch.device("meta"), _NoInitialization():
             model = self.module.Model(self.config)
+            getattr(model, "tie_weights", lambda: None)()
         model.limits, model.lr_scale = self.limits, self.scale("lr_scale")
         return model
 

@@ -12,7 +12,6 @@ import torch
 from titanlite.checkpoint.whole import Stored
 from titanlite.ground.files import publish
 from titanlite.hf.export import Exported
-from titanlite.hf.folder import tied_names
 from titanlite.hf.output import reporting, start_output
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.export_hf import export_parser
@@ -29,7 +28,7 @@ def main() -> None:
         exported = Exported(stored, DTYPES.get(options.dtype), str(options.assets or ""), options.model or "")
         tensors = {name: exported.read_tensor(name) for name in exported.shapes}
         # load_state_dict needs a tied parameter under each of its names; the file stores it once
-        tensors |= {name: tensors[first] for name, first in tied_names(exported.model).items()}
+        tensors |= {name: tensors[first] for name, first in exported.tied.items()}
         torch.save(tensors, unfinished)
         publish(unfinished, options.output)
     print(f"{source} -> {options.output}: {len(tensors)} tensors, {options.output.stat().st_size / 2**30:.2f} GiB")

@@ -38,8 +38,8 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iter
     units |= {f"layers.{index}.": layer for index, layer in model.layers.items()}
     for index, each in further_of(model).items():
         units |= {f"further.{index}.block.": each.block, f"further.{index}.": each}
-    if model.head is not None:
-        units["head."] = model.head
+    # called outside of the model's forward pass too, the embedding by MTP modules
+    units |= {f"{name}.": end for name, end in (("embed", model.embed), ("head", model.head)) if end is not None}
     for prefix, unit in [*units.items(), ("", model)]:  # last the parameters outside of units, such as a table of positions
         names = {name.removeprefix(prefix) for name in left if name.startswith(prefix)}
         left -= {prefix + name for name in names}

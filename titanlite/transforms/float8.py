@@ -16,7 +16,7 @@ from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
 from titanlite.ground.errors import MachineFault
 from titanlite.transforms.libraries import silence_imports
-from titanlite.transforms.parameters import block_linears, every_layer
+from titanlite.transforms.parameters import block_linears, every_layer, keeping_ties
 
 MULTIPLE = 16  # every dimension of a float8 matmul is a multiple of this
 
@@ -66,11 +66,12 @@ def convert(model: nn.Module, config: Config) -> None:
         enable_fsdp_float8_all_gather=cfg.enable_fsdp_float8_all_gather,
         round_scales_to_power_of_2=True,
     )
-    converted = {each: Float8Linear.from_float(each, recipe) for each in layers.values()}
-    for name, each in [*model.named_modules(remove_duplicate=False)]:  # blocks may share a layer
-        if each in converted:
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, converted[each])
+    with keeping_ties(model):  # what is gathered in float8 is a new parameter of each layer
+        converted = {each: Float8Linear.from_float(each, recipe) for each in layers.values()}
+        for name, each in [*model.named_modules(remove_duplicate=False)]:  # blocks may share a layer
+            if each in converted:
+                parent, _, last = name.rpartition(".")
+                setattr(model.get_submodule(parent), last, converted[each])
 
     model.gathers_float8 = cfg.enable_fsdp_float8_all_gather  # type: ignore[assignment]  # typed for tensors and modules
 

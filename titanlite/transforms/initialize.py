@@ -16,7 +16,7 @@ from models.blocks import Computed, Constant, Distribution, Identity, Normal, Un
 from models.decoder import Decoder
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import Family
-from titanlite.transforms.parameters import every_layer, match_scale, match_table, tie
+from titanlite.transforms.parameters import allocate, every_layer, match_scale, match_table
 from titanlite.transforms.shards import box_index, global_offset, key_of, local_part, splitmix64
 
 _TABLE_BITS = 14  # steps of the tabulated inverse distribution, with linear interpolation between them
@@ -102,8 +102,7 @@ def _computed_faults(distribution: Computed, tensor: Tensor) -> Iterator[str]:
 
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocates a meta-device module, filled with NaN, so that a value that is never set shows."""
-    module.to_empty(device=device)
-    tie(module)
+    allocate(module, device)
     for _, tensor in named_tensors(module):
         if tensor.is_floating_point():
             local_part(tensor).fill_(float("nan"))

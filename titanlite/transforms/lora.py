@@ -7,6 +7,7 @@ layer itself, "layers.0.attention.wq.lora_a" beside "layers.0.attention.wq.weigh
 """
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -51,8 +52,8 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     frozen: the dtype of the frozen weights, the compute precision: they take no steps that need a float32 master. Adapters are
     float32.
 
-    Raises UserError that lists the patterns which match no linear layer of the blocks, for one that covers experts, for
-    adapters of a higher rank than their layer, and for a model with parameters of such names of its own.
+    Raises UserError that lists the patterns which match no linear layer of the blocks, for one that covers experts or a tied
+    weight, for adapters of a higher rank than their layer, and for a model with parameters of such names of its own.
     """
     if own := [every_layer(name) for name, _ in model.named_parameters() if is_adapter(name)]:
         raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; rename it")
@@ -72,6 +73,12 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     least, kind = min((min(linears[name].weight.shape), every_layer(name)) for name in adapted)
     if cfg.rank > least:
         raise UserError(f"lora.rank = {cfg.rank}: higher than that of {kind}, {least}; lower it, or change lora.modules")
+    owners: Counter[Tensor] = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    if tied := sorted({every_layer(name) for name in adapted if owners[linears[name].weight] > 1}):
+        raise UserError(
+            f"lora.enable = true: the weight of {tied[0]} is another module's too, and an export could not merge the adapter "
+            "of one; leave it out of lora.modules"
+        )
     freeze(model.parameters())
     for parameter in model.parameters():
         parameter.data = parameter.data.to(frozen)

@@ -1,10 +1,12 @@
 """A run's model without memory, a forward pass of it, and the FLOPs of training it."""
 
+import contextlib
 import copy
 import logging
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.attention import SeqInfo
 from models.blocks import Flops
@@ -18,7 +20,7 @@ from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms import lora
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.groups import apply_groups
-from titanlite.transforms.parameters import is_adapter, tie
+from titanlite.transforms.parameters import allocate, is_adapter
 
 
 def on_meta(family: Family, config: Config) -> Decoder:
@@ -52,20 +54,26 @@ def _add_further(model: Decoder, config: Config) -> None:
         )
 
 
-def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
-    """One forward pass without memory of a model on the meta device, whose parameters are fake tensors afterwards."""
+@contextlib.contextmanager
+def without_memory(model: Decoder, batch: int, seq_len: int) -> Iterator[tuple[Tensor, SeqInfo]]:
+    """Runs a model on the meta device without memory; gives tokens (batch, seq). Its parameters are fake tensors afterwards."""
     errors = logging.getLogger(FakeTensorMode.__module__)  # it logs what it raises
     errors.disabled = True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            model.to_empty(device="cpu")
-            tie(model)
+            allocate(model, torch.device("cpu"))
             tokens, positions = (torch.zeros(batch, seq_len, dtype=torch.int64) for _ in range(2))
-            hidden = model(tokens, SeqInfo(positions))
-            if model.head is not None:
-                model.head(hidden, tokens)
+            yield tokens, SeqInfo(positions)
     finally:
         errors.disabled = False
+
+
+def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
+    """One forward pass by `without_memory`."""
+    with without_memory(model, batch, seq_len) as (tokens, seq):
+        hidden = model(tokens, seq)
+        if model.head is not None:
+            model.head(hidden, tokens)
 
 
 def training_flops(family: Family, config: Config) -> Flops:

@@ -1,11 +1,13 @@
 """Parameters and linear layers of a model by name: the patterns of its tables, adapters, tied parameters."""
 
+import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from models.decoder import Decoder
@@ -55,15 +57,34 @@ def in_blocks(name: str) -> bool:
     return name.startswith(("layers.", "further."))
 
 
-def tie(module: nn.Module) -> None:
-    """Ties parameters again after something has replaced them separately; for models that tie any."""
-    getattr(module, "tie_weights", lambda: None)()
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The other names of tied parameters -> their name in checkpoints."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    all_names = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in all_names if first[parameter] != name}
+
+
+@contextlib.contextmanager
+def keeping_ties(model: nn.Module) -> Iterator[None]:
+    """Parameters that are one before are one afterwards too, where what happens meanwhile replaces them name by name."""
+    tied = tied_names(model)
+    yield
+    for name, first in tied.items():
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(last, model.get_parameter(first))
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Gives a meta-device model memory, without values."""
+    with keeping_ties(model):
+        model.to_empty(device=device)
 
 
 def is_tied(model: Decoder) -> bool:
-    """Whether the head's output projection is the embedding's weight. A fork's embedding may have no such parameter."""
-    weight = getattr(model.embed, "weight", None)
-    return weight is not None and model.head is not None and model.head.output.weight is weight
+    """Whether the head's output projection is a parameter of the embedding. A fork's embedding may have several."""
+    if model.embed is None or model.head is None:
+        return False
+    return any(parameter is model.head.output.weight for parameter in model.embed.parameters())
 
 
 def is_adapter(name: str) -> bool:

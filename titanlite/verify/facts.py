@@ -25,7 +25,7 @@ from titanlite.parallel.tensor import sharding_faults, undivided_sizes
 from titanlite.registry.family import Family
 from titanlite.transforms.initialize import fill, match_initial, named_tensors
 from titanlite.transforms.libraries import silence_imports
-from titanlite.transforms.parameters import every_layer, match_table, tie
+from titanlite.transforms.parameters import every_layer, match_table, tied_names
 
 SEQ_LEN = 32
 SMALL = 20_000_000  # only models with fewer parameters are built in memory
@@ -224,7 +224,8 @@ def shape_faults(family: Family) -> list[str]:
     with torch.device("meta"):
         theirs = tensors_of_files(_transformers_model(family))
     faults, named = [], set()
-    for name, tensor in stored_tensors_of(family.on_meta()).items():
+    stored = stored_tensors_of(model := family.on_meta())
+    for name, tensor in (stored | {name: stored[first] for name, first in tied_names(model).items()}).items():
         their = str(their_name(family.module, name))
         for part in each_expert(their, tensor.shape):
             counterpart = theirs.get(part.name)
@@ -246,13 +247,16 @@ def logit_faults(family: Family) -> list[str]:
     for parameter in theirs.parameters():
         parameter.normal_(std=0.1, generator=generator).add_(parameter.ndim == 1)
     weights, (distributions, _) = tensors_of_files(theirs), match_initial(ours, family)
+    for names in tied_names(ours).items():  # theirs has a tensor for each, as an export has
+        of_name, of_first = (weights.get(their_name(family.module, name) or "") for name in names)
+        if of_name is not None and of_first is not None:
+            of_name.copy_(of_first)
     for name, buffer in ours.named_buffers():
         fill(buffer, name, distributions[name], 0)
     for name, tensor in stored_tensors_of(ours).items():
         their = their_name(family.module, name) or ""
         parts = [part.view(weights[part.name]) for part in each_expert(their, tensor.shape)]
         tensor.copy_(torch.stack(parts) if "{e}" in their else parts[0])
-    tie(ours)
     tokens = torch.randint(family.config.vocab_size, (2, SEQ_LEN), generator=generator)
     logits = ours.head(ours(tokens, SeqInfo(torch.arange(SEQ_LEN).expand(2, SEQ_LEN))))
     expected = theirs(tokens).logits

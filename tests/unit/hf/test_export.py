@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import tiny
-from tests.hf_folders import CASES, NORM, assert_logits_agree, change_json, read, replace, tensors_of
+from tests.hf_folders import CASES, NORM, assert_logits_agree, change_json, read, remove, replace, tensors_of, write
 from titanlite.checkpoint import manifest
 from titanlite.ground.errors import UserError
 from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
 from titanlite.registry.description import read_description
 from titanlite.registry.family import described, load_family
+from titanlite.verify.facts import logit_faults, shape_faults
 
 
 def export(source: Path, *words, **keys) -> list[Path]:
@@ -45,6 +46,19 @@ def test_transformers_loads_the_export_unchanged_and_gives_our_logits(imported, 
     export(imported(name, flavor), tmp_path / "out", shard_bytes=shard)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
     assert_logits_agree(read(tmp_path / "out", name, flavor), theirs, load_family(name, flavor).config.vocab_size)
+
+
+def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(pools, tmp_path):
+    """config.json says that nothing is tied, so that transformers drew a head at random."""
+    case = "tests.forks.tied_by_itself", "plain"
+    remove("lm_head.weight")(write(tmp_path / "source", *case))
+    pools[1].run("tests.hf_folders:import_here", source=tmp_path / "source", output=tmp_path / "weights", model=case[0])
+    export(tmp_path / "weights", tmp_path / "out")
+    exported = tensors_of(tmp_path / "out")
+    assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
+    assert_logits_agree(read(tmp_path / "out", *case), theirs, load_family(*case).config.vocab_size)
+    assert shape_faults(load_family(*case)) == logit_faults(load_family(*case)) == []
 
 
 @pytest.mark.parametrize(("name", "flavor"), CASES)
