@@ -173,10 +173,9 @@ def export(
         exported = Exported(Stored(source, rank, world, average), dtype, assets, named)
         theirs = their_names(exported.family, [*exported.shapes, *exported.tied])
         # the format knows one tie; what a fork ties besides is a tensor under each of its names
-        known = (
-            {"head.output.weight"} if exported.family.module.to_hf(exported.family.config).get("tie_word_embeddings") else ()
-        )
-        more = {name: exported.shapes[first] for name, first in exported.tied.items() if name not in known}
+        known = bool(exported.family.module.to_hf(exported.family.config).get("tie_word_embeddings"))
+        tied = {name: first for name, first in exported.tied.items() if (name, known) != ("head.output.weight", True)}
+        more = {name: exported.shapes[first] for name, first in tied.items()}
         items = items_of(exported.shapes | more, theirs, exported.dtype_of)
         if odd := [item for item in items if item.dtype not in _CODES]:
             lines = [f"{next(iter(item.parts))}: is {item.dtype}, which the format does not support" for item in odd]
