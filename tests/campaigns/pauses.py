@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,24 +21,27 @@ _EVERY = 0.1  # seconds between two pauses, on average
 _LONGEST = {0.02: 40, 0.1: 30, 0.4: 20, 2.0: 7, 12.0: 3}
 
 
-def pause_again_and_again(variable: str, value: str) -> None:
-    while True:
-        time.sleep(random.expovariate(1 / _EVERY))
+def pause_again_and_again(variable: str, value: str, ended: threading.Event) -> None:
+    while not ended.wait(random.expovariate(1 / _EVERY)):
         if found := marked(value, variable):
             with suppress(OSError):  # it has ended
-                pause(random.choice(found))
+                pause(random.choice(found), ended)
 
 
-def pause(pid: int) -> None:
+def pause(pid: int, ended: threading.Event) -> None:
     if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
         return
     os.kill(pid, signal.SIGSTOP)
     try:
-        time.sleep(random.random() * random.choices(list(_LONGEST), list(_LONGEST.values()))[0])
+        ended.wait(random.random() * random.choices(list(_LONGEST), list(_LONGEST.values()))[0])
     finally:
         os.kill(pid, signal.SIGCONT)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=pause_again_and_again, args=sys.argv[1:3], daemon=True).start()
-    sys.stdin.read()  # until the campaign ends, however it does
+    ended = threading.Event()
+    threading.Thread(target=pause_again_and_again, args=(*sys.argv[1:3], ended)).start()
+    try:
+        sys.stdin.read()  # until the campaign ends, however it does
+    finally:
+        ended.set()  # nothing stays paused
