@@ -150,7 +150,7 @@ class Router(nn.Module):
     # Training sets these.
     losses: RouterLosses | None = None
     bias_update_speed = 0.0
-    counts: Tensor | None = None  # (experts,) int64: this rank's rows of a step, also those of recomputations
+    counts: Tensor | None = None  # (experts,) int64: this rank's rows of a step, also of recomputations that choose
 
     def __init__(
         self,
@@ -177,8 +177,7 @@ class Router(nn.Module):
         bias = None if self.logit_bias is None else local_weight(self.logit_bias)
         logits = _wide_linear(x.flatten(0, 1), local_weight(self.weight), bias)
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
-        chosen = once(lambda: self.choose(scores.detach()))
-        self.count(chosen)
+        chosen = once(lambda: self.choose_and_count(scores.detach()))
         weights = scores.gather(1, chosen)
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -205,11 +204,15 @@ class Router(nn.Module):
             total = total + losses.balance * (counts * (scores.shape[1] / (self.top_k * length)) * shares).sum()
         return total
 
-    def count(self, chosen: Tensor) -> None:
-        """Adds to the counts of the step. A recomputation adds the same again, which changes no share of an expert."""
+    def choose_and_count(self, scores: Tensor) -> Tensor:  # (tokens, experts) -> (tokens, top_k)
+        """The choice, added to the counts of the step. A recomputation that chooses again, as by operation, adds the same again
+        in every block, which changes no share of an expert.
+        """
+        chosen = self.choose(scores)
         if self.counts is not None and torch.is_grad_enabled():
             experts = torch.arange(len(self.counts), device=chosen.device)
             self.counts.add_((chosen.flatten()[:, None] == experts).sum(dim=0))
+        return chosen
 
     def choose(self, scores: Tensor) -> Tensor:  # (tokens, experts) -> (tokens, top_k)
         """The numbers of the experts with the best scores."""

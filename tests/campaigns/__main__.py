@@ -3,12 +3,12 @@
 PART is one of
   cells      every supported mesh x family x compile x recompute x precision, each against one process (6,100)
   pipelines  every schedule x mesh with stages x variant, each against one process (102)
-  kills      runs that are killed 10 times each, on two and on four ranks: 630 kills
+  kills      runs that are killed 10 times each, on two and on four ranks: 720 kills
   damage     stopped runs that continue with one damaged file; 240 cases
   elastic    runs that continue with other numbers of ranks, and on other meshes
   two-hosts  two network namespaces and the cable between them
-  processors the tests under other kernels, threads, weights, orders, users, paths, locales and time zones (60 rows of 5 to 20
-             minutes; `--only sample`: a few tests under each, 3 minutes)
+  processors the tests under other kernels, threads, weights, orders, users, paths, locales, time zones, load and pauses (69
+             rows of 5 to 20 minutes; `--only sample`: a few tests under each, 3 minutes)
   mutants    faults in the code, each caught by some test: python -m tests.mutations.score --suite
 
 Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign continues if the commit is

@@ -271,10 +271,10 @@ def end(started: Launch, plan: Plan, tally: Tally, deaths: list[tuple[str, list[
         return None
     if deaths:
         tally.longest_end = max(tally.longest_end, time.monotonic() - begun)
-    for whom, killed in deaths:
+    for number, (whom, killed) in enumerate(deaths, 1):
         reports = [f"(process {pid}) was ended by SIGKILL" for pid in killed]
         if whom == A_WORKER:
-            if ended.code == 0:  # its last batches may have been read already
+            if number == len(deaths) and ended.code == 0:  # the last batches may have been read already
                 continue
             reports = ["a data worker has ended"]
         if launcher not in killed and not any(report in ended.err for report in reports):

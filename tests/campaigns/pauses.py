@@ -2,8 +2,8 @@
 
     python -m tests.campaigns.pauses VARIABLE VALUE        those with VARIABLE=VALUE in their environment, until it is ended
 
-What depends on the order in which processes get to run, or on how long they take, shows within minutes. A process that is
-stopped already, by a test, is left alone.
+What depends on the order in which processes get to run, or on how long they take, shows within minutes. A process that a test
+has stopped is left alone, but one that a test stops during a pause goes on after it.
 """
 
 import os

@@ -68,7 +68,7 @@ def test_shares_and_biases_are_exactly_those_of_one_process(pools, expected, cel
     config = config_of_cell(degrees, sections, accumulation)
     assert expected.counts[0].sum(1).unique().tolist() == [8 * 32 * 2] and expected.biases[-1].unique().numel() > 2
     for found in pools[ranks_of(degrees)].run(f"{HERE}:balanced", degrees=degrees, config=config):
-        again = found.counts[0].sum() // expected.counts[0].sum()  # 2 where blocks are recomputed
+        again = 2 if cell.endswith("per operation") and "compiled" not in cell else 1  # a recomputation that chooses again
         assert all(torch.equal(ours, again * theirs) for ours, theirs in zip(found.counts, expected.counts, strict=True))
         assert all(map(torch.equal, found.biases, expected.biases))
 

@@ -41,7 +41,7 @@ DOCUMENT, _MARK = ROOT / "docs" / "design" / "verification.md", "<!-- made by: p
 # Correct models, each with something that a command could mistake for a fault.
 CORRECT = {
     "llama3:debug": "grouped heads",
-    "qwen3:debug": "norms of queries and keys, tied embeddings",
+    "qwen3:debug": "norms of queries and keys",
     "gemma3:debug": "windows, two rotation bases, norms around each part",
     "olmo2:debug": "norms after each part, over all heads",
     "tests.tiny:tied": "tied embeddings",

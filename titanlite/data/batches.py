@@ -218,9 +218,10 @@ class Batches(Iterator[Batch]):
     __del__ = close
 
     def _kill_if_one_has_died(self) -> None:
-        """The others may wait for the lock of a queue that it has died with, and would be waited for at the end."""
-        if not all(worker.is_alive() for worker in self._workers):
-            for worker in self._workers:
+        """Kills all workers if one has died: they may wait for a queue's lock that it held, and this process for them."""
+        alive = [worker for worker in self._workers if worker.is_alive()]
+        if len(alive) < len(self._workers):
+            for worker in alive:
                 worker.kill()
 
 

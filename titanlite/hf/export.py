@@ -21,7 +21,7 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.ground.files import publish, replace_file, split
-from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, their_names
+from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, stored_again, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
 from titanlite.hf.part import TensorPart
 from titanlite.launch.process import rank_and_world, together
@@ -172,10 +172,8 @@ def export(
     with together(group), reporting(output):
         exported = Exported(Stored(source, rank, world, average), dtype, assets, named)
         theirs = their_names(exported.family, [*exported.shapes, *exported.tied])
-        # the format knows one tie; what a fork ties besides is a tensor under each of its names
-        known = bool(exported.family.module.to_hf(exported.family.config).get("tie_word_embeddings"))
-        tied = {name: first for name, first in exported.tied.items() if (name, known) != ("head.output.weight", True)}
-        more = {name: exported.shapes[first] for name, first in tied.items()}
+        again = stored_again(exported.family, exported.tied)
+        more = {name: exported.shapes[first] for name, first in again.items()}
         items = items_of(exported.shapes | more, theirs, exported.dtype_of)
         if odd := [item for item in items if item.dtype not in _CODES]:
             lines = [f"{next(iter(item.parts))}: is {item.dtype}, which the format does not support" for item in odd]

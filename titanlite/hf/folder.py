@@ -57,6 +57,12 @@ def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
     return {name: their for name, their in theirs.items() if their is not None}
 
 
+def stored_again(family: Family, tied: dict[str, str]) -> dict[str, str]:
+    """The names of `tied` that have a tensor of their own in a file: all but that of the tie that config.json knows."""
+    known = bool(family.module.to_hf(family.config).get("tie_word_embeddings"))
+    return {name: first for name, first in tied.items() if (name, known) != ("head.output.weight", True)}
+
+
 def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, list[Entry | Stack]]:
     """The location of each tensor of a model except adapters: our name in checkpoints -> its entry, or all of a tied tensor.
 

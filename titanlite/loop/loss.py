@@ -5,7 +5,6 @@ that neither the mesh nor accumulation changes it. With training.predict_further
 own labels is added, times predict_further_weight / predict_further.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -170,7 +169,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
                 "current text, so the loss of a document would depend on what is packed beside it; it is for generation and "
                 f'evaluation: to train, set model.overrides.{name} to "none" or to another rope_type, such as "yarn"'
             )
-    yield from _own_faults(config, family)
+    yield from _own_faults(config, family, model)
 
 
 def loss_elsewhere(config: Config, family: Family) -> str:
@@ -182,19 +181,24 @@ def loss_elsewhere(config: Config, family: Family) -> str:
         return elsewhere
     if type(model.head).forward is Head.forward:
         return ""
-    kernels = model.head.kernels
+    kernels = getattr(model.head, "kernels", None)
+    if kernels is None:
+        return elsewhere
 
     def watched(*args: Any) -> tuple[Tensor, Tensor]:
         called.append(True)
         return kernels.logsumexp_and_target(*args)
 
     model.head.kernels = kernels._replace(logsumexp_and_target=watched)
-    with without_memory(model, batch=1, seq_len=2) as (tokens, seq), contextlib.suppress(Exception):  # a run names it
-        model.head(model(tokens, seq), tokens)
+    with without_memory(model, batch=1, seq_len=2) as (tokens, seq):
+        try:
+            model.head(model(tokens, seq), tokens)
+        except Exception:  # the user's module can raise anything; a run names it
+            return ""
     return "" if called else elsewhere
 
 
-def _own_faults(config: Config, family: Family) -> Iterator[str]:
+def _own_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """A loss of the user's own that gives no differentiable loss of each token. Raises UserError where it cannot be called."""
     cfg = config.training
     if ":" not in cfg.loss:
@@ -204,10 +208,10 @@ def _own_faults(config: Config, family: Family) -> Iterator[str]:
         yield f"{key}: {reason}"
         return
     loss = own.token_loss(config)
-    assert loss is not None
+    assert loss is not None and model.head is not None
     draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(_PROBED, family.config.vocab_size, generator=draw).requires_grad_()
-    labels = torch.arange(_PROBED) % family.config.vocab_size
+    logits = torch.randn(_PROBED, model.head.vocab_size, generator=draw).requires_grad_()
+    labels = torch.arange(_PROBED) % model.head.vocab_size
     place = own.place(own.function_of("training.loss", cfg.loss))
     of_teacher = {"teacher_logits": torch.randn(logits.shape, generator=draw)} if config.distillation.teacher else {}
     with own.calling(f"{key}: fails"):

@@ -16,6 +16,7 @@ from models.moe import Exchange, experts_of
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import concatenate, flatten, unflatten
 from titanlite.parallel.mesh import WITHIN_A_REPLICA
+from titanlite.transforms.parameters import keeping_ties
 
 
 class ExpertMeshes(NamedTuple):
@@ -32,11 +33,12 @@ def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> E
         return None
     meshes = expert_meshes(mesh, degree)
     exchange = Exchange(meshes.split.get_group().group_name, degree, config.moe.max_tokens_factor)
-    for module in experts_of(model):
-        module.exchange = exchange
-        for name, parameter in module.named_parameters(recurse=False):
-            split = distribute_tensor(parameter, meshes.split, [Shard(0)])
-            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+    with keeping_ties(model):
+        for module in experts_of(model):
+            module.exchange = exchange
+            for name, parameter in module.named_parameters(recurse=False):
+                split = distribute_tensor(parameter, meshes.split, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
     return meshes
 
 

@@ -305,9 +305,9 @@ def unsplittable(family: Family, degree: int) -> str:
 
 
 def _together(name: str, other: str) -> bool:
-    """Whether two names of a tied parameter are of one block, or of embedding and head, whose gradients a pipeline adds."""
-    ends = {"embed.weight", "head.output.weight"}
-    return name.split(".")[:2] == other.split(".")[:2] or {name, other} == ends
+    """Whether two names of a tied parameter are of one part, or those whose gradients a pipeline adds."""
+    ours, theirs = (each.split(".")[: 2 if each.startswith("layers.") else 1] for each in (name, other))
+    return ours == theirs or {name, other} == {"embed.weight", "head.output.weight"}
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:

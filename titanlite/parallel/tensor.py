@@ -30,7 +30,7 @@ from titanlite.ground.torch_private import (
 )
 from titanlite.registry.family import Family
 from titanlite.transforms.float8 import linear_layers
-from titanlite.transforms.parameters import every_layer, keeping_ties, match_table, tied_names
+from titanlite.transforms.parameters import every_layer, is_tied, keeping_ties, match_table, tied_names
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
@@ -137,16 +137,20 @@ def _tie_faults(model: Decoder, styles: dict[str, str], name: str, first: str) -
     what = f"{name} and {first} are one parameter"
     if model.get_submodule(owner) is model.get_submodule(of_first):
         return
-    if _unit(name) != _unit(first):
+    if _unit(model, name) != _unit(model, first):
         yield f"{what}, and parts of the model that FSDP gathers at different times; let these parts share its module"
     theirs, ours = styles.get(owner), styles.get(of_first)
-    if theirs in STYLES and ours in STYLES and STYLES[theirs].weight != STYLES[ours].weight:
+    which = "weight" if model.get_parameter(name).ndim > 1 else "bias"
+    if theirs in STYLES and ours in STYLES and getattr(STYLES[theirs], which) != getattr(STYLES[ours], which):
         yield f"sharding: {what}, which {theirs!r} and {ours!r} split differently"
 
 
-def _unit(name: str) -> list[str]:
-    """The part of a model that FSDP gathers with a parameter, if that is tied: its block, or embedding and head."""
-    return [] if name.startswith(("embed.", "head.")) else name.split(".")[:2]
+def _unit(model: Decoder, name: str) -> list[str]:
+    """The part of a model that FSDP gathers with a parameter: its block, the embedding, the head, these two, or the rest."""
+    parts = name.split(".")
+    if parts[0] in ("layers", "further"):
+        return parts[:2]
+    return [] if parts[0] not in ("embed", "head") else ["ends"] if is_tied(model) else parts[:1]
 
 
 def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:

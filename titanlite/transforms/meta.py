@@ -56,7 +56,7 @@ def _add_further(model: Decoder, config: Config) -> None:
 
 @contextlib.contextmanager
 def without_memory(model: Decoder, batch: int, seq_len: int) -> Iterator[tuple[Tensor, SeqInfo]]:
-    """Runs a model on the meta device without memory; gives tokens (batch, seq). Its parameters are fake tensors afterwards."""
+    """Within it, a model on the meta device runs without memory, on tokens (batch, seq); its parameters stay fake tensors."""
     errors = logging.getLogger(FakeTensorMode.__module__)  # it logs what it raises
     errors.disabled = True
     try:

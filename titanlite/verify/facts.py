@@ -20,7 +20,7 @@ from models.attention import SeqInfo
 from models.blocks import Constant
 from models.head import SIZES, Head
 from titanlite.checkpoint.tensors import model_tensors
-from titanlite.hf.folder import each_expert, their_name
+from titanlite.hf.folder import each_expert, stored_again, their_name
 from titanlite.parallel.tensor import sharding_faults, undivided_sizes
 from titanlite.registry.family import Family
 from titanlite.transforms.initialize import fill, match_initial, named_tensors
@@ -225,7 +225,8 @@ def shape_faults(family: Family) -> list[str]:
         theirs = tensors_of_files(_transformers_model(family))
     faults, named = [], set()
     stored = stored_tensors_of(model := family.on_meta())
-    for name, tensor in (stored | {name: stored[first] for name, first in tied_names(model).items()}).items():
+    again = stored_again(family, tied_names(model))
+    for name, tensor in (stored | {name: stored[first] for name, first in again.items()}).items():
         their = str(their_name(family.module, name))
         for part in each_expert(their, tensor.shape):
             counterpart = theirs.get(part.name)

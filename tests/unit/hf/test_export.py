@@ -18,6 +18,7 @@ from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
 from titanlite.registry.description import read_description
 from titanlite.registry.family import described, load_family
+from titanlite.transforms.parameters import is_tied
 from titanlite.verify.facts import logit_faults, shape_faults
 
 
@@ -58,6 +59,12 @@ def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(po
     assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
     assert_logits_agree(read(tmp_path / "out", *case), theirs, load_family(*case).config.vocab_size)
+    assert shape_faults(load_family(*case)) == logit_faults(load_family(*case)) == []
+
+
+@pytest.mark.parametrize("case", [("tests.tiny", "tied"), ("gemma3", "debug")], ids="-".join)
+def test_a_family_whose_tie_config_json_knows_has_the_tensors_of_transformers(case):
+    assert is_tied(load_family(*case).on_meta())
     assert shape_faults(load_family(*case)) == logit_faults(load_family(*case)) == []
 
 
