@@ -5,11 +5,14 @@ from unittest import mock
 
 import pytest
 
+from models.moe import experts_of
 from tests.distributed.mixtures import MESHES, VARIANTS, assert_as_on_one_process, config_of_cell
-from tests.distributed.scenarios import degrees_of, trajectory
+from tests.distributed.scenarios import degrees_of, mesh_of, trajectory
 from tests.repetitions import in_turn
 from titanlite.config.schema import Config
 from titanlite.parallel import fsdp
+from titanlite.parallel.expert import apply_expert_parallel
+from titanlite.registry.family import load_family
 from titanlite.verify.compare import Trajectory
 
 FLAVORS = ("plain", "shared", "grouped", "gpt_oss")
@@ -50,6 +53,22 @@ def test_experts_with_biases_equal_one_process_on_every_mesh(pools, flavor, mesh
 @pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS)
 def test_dispatching_in_many_chunks_changes_nothing(pools, flavor, mesh, variant, rounds):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant, **rounds))
+
+
+def ties_of_split_experts(degrees: dict[str, int], config: Config) -> list[bool]:
+    """Whether w1 and w3 of each layer's experts, one parameter before, are one after the split."""
+    model = load_family(config.model.name, config.model.flavor).on_meta()
+    for experts in experts_of(model):
+        experts.w3 = experts.w1
+    apply_expert_parallel(model, config, mesh_of(degrees))
+    return [experts.w3 is experts.w1 for experts in experts_of(model)]
+
+
+def test_tied_parameters_of_split_experts_stay_one(pools):
+    degrees = degrees_of("shard 2, ep 2")
+    config = config_of_cell("plain", degrees, "plain")
+    found = pools[2].run("tests.distributed.test_expert_parallel:ties_of_split_experts", degrees=degrees, config=config)
+    assert all(all(ties) and ties for ties in found)
 
 
 def units_inside_of_blocks(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
