@@ -40,8 +40,6 @@ def pause(pid: int, ended: threading.Event) -> None:
 
 if __name__ == "__main__":
     ended = threading.Event()
-    threading.Thread(target=pause_again_and_again, args=(*sys.argv[1:3], ended)).start()
-    try:
-        sys.stdin.read()  # until the campaign ends, however it does
-    finally:
-        ended.set()  # nothing stays paused
+    # until the campaign ends, however it does; nothing stays paused
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    pause_again_and_again(*sys.argv[1:3], ended)

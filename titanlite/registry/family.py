@@ -62,11 +62,16 @@ class Family(NamedTuple):
     module: ModuleType
     config: Any  # the module's own Config
 
+    def build(self) -> Any:  # a Decoder that has its embedding and head
+        """The model with its parameters tied, on the current device, before their initial values."""
+        model = self.module.Model(self.config)
+        getattr(model, "tie_weights", lambda: None)()  # a constructor need not call it
+        return model
+
     def on_meta(self) -> Decoder:
         """The model without memory: every parameter on the meta device, in float32."""
         with torch.device("meta"), _NoInitialization():
-            model = self.module.Model(self.config)
-            getattr(model, "tie_weights", lambda: None)()
+            model = self.build()
         model.limits, model.lr_scale = self.limits, self.scale("lr_scale")
         return model
 

@@ -79,7 +79,7 @@ def constructor_faults(family: Family) -> list[str]:
     torch.use_deterministic_algorithms(True)  # fills the result of torch.empty with NaN, or with the largest integer
     try:
         with _NoDefaults():
-            model = family.module.Model(family.config)
+            model = family.build()
     finally:
         torch.use_deterministic_algorithms(before)
     distributions, _ = match_initial(model, family)
@@ -179,7 +179,7 @@ def _count(family: Family, device: torch.device) -> dict[str, float]:
     that it computes none in the same pass; that gradients are enabled is what it sees of training.
     """
     with device:
-        model = family.module.Model(family.config).requires_grad_(False)
+        model = family.build().requires_grad_(False)
         tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
         seq = SeqInfo(torch.arange(SEQ_LEN)[None])
     for head in (module for module in model.modules() if isinstance(module, Head)):
@@ -244,7 +244,7 @@ def shape_faults(family: Family) -> list[str]:
 def logit_faults(family: Family) -> list[str]:
     """With the same weights, in float32, transformers' model of this configuration must give the same logits."""
     generator = torch.Generator().manual_seed(0)
-    theirs, ours = _transformers_model(family).float().eval(), family.module.Model(family.config).eval()
+    theirs, ours = _transformers_model(family).float().eval(), family.build().eval()
     for parameter in theirs.parameters():
         parameter.normal_(std=0.1, generator=generator).add_(parameter.ndim == 1)
     weights, (distributions, _) = tensors_of_files(theirs), match_initial(ours, family)
