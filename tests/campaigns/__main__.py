@@ -9,6 +9,7 @@ PART is one of
   two-hosts  two network namespaces and the cable between them
   processors the tests under other kernels, threads, weights, orders, users, paths, locales, time zones, load and pauses (69
              rows of 5 to 20 minutes; `--only sample`: a few tests under each, 3 minutes)
+  collectives  150,000 collectives among four paused ranks
   mutants    faults in the code, each caught by some test: python -m tests.mutations.score --suite
 
 Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign continues if the commit is
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from tests.campaigns import Mesh, Report, damage, elastic, kill, pipelines, processors, two_hosts
+from tests.campaigns import Mesh, Report, collectives, damage, elastic, kill, pipelines, processors, two_hosts
 from tests.distributed import cells, cover
 from tests.distributed.pool import Pool, WorkerFailure
 from titanlite.verify.compare import compare
@@ -125,6 +126,7 @@ PARTS = {
     "elastic": elastic_items,
     "two-hosts": host_items,
     "processors": processors.items,
+    "collectives": lambda: {f"seed {seed}": lambda _, seed=seed: collectives.play(seed) for seed in collectives.SEEDS},
 }
 
 

@@ -15,7 +15,6 @@ import signal
 import tempfile
 import time
 import traceback
-import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -45,19 +44,7 @@ class Pool:
         self.pipes: list[Connection] = []
 
     def run(self, function: str, timeout: float = PATIENCE, **arguments: Any) -> list[Any]:
-        """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure.
-
-        gloo can abort a process: then new ranks retry once, with a warning.
-        """
-        try:
-            return self._run(function, timeout, arguments)
-        except WorkerFailure as failure:
-            if f"died: {signal.SIGABRT.name}" not in str(failure):
-                raise
-            warnings.warn(f"tried again: {failure}", stacklevel=2)
-            return self._run(function, timeout, arguments)
-
-    def _run(self, function: str, timeout: float, arguments: dict[str, Any]) -> list[Any]:
+        """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure."""
         if not self.workers:
             self._start()
         for pipe in self.pipes:
@@ -115,7 +102,7 @@ class Pool:
         os.kill(self.workers[rank].pid, signal.SIGUSR1)
         file = Path(self.folder.name) / f"stack-{rank}"
         with contextlib.suppress(AssertionError):  # it may not answer this signal either
-            until(lambda: " in _work" in file.read_text(), patience=30)  # the main thread's last frames: it is whole
+            until(lambda: " in _work" in file.read_text(), patience=30)  # its last frame
         return file.read_text()
 
 
@@ -126,14 +113,10 @@ def _share_one_device() -> None:
     """
     from torch.distributed import ProcessGroupGloo
 
-    device, make = ProcessGroupGloo.create_device(hostname="127.0.0.1"), ProcessGroupGloo.__init__
+    from titanlite.ground.torch_private import one_thread_per_gloo_group
 
-    def on_one_device(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = [device], 2, timeout
-        make(group, store, rank, size, options)
-
-    ProcessGroupGloo.__init__ = on_one_device
+    device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    one_thread_per_gloo_group(lambda: [device])
 
 
 def _share_groups_between_meshes() -> None:
@@ -175,7 +158,7 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     stack = open(f"{folder}/stack-{rank}", "w")
     # blocked in a fork server that data workers have started, and so in all its forks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     # gathering full tensors for a comparison is expected to be slow
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,23 +46,5 @@ def test_a_failing_rank_is_named_and_the_pool_works_again(failure: dict[str, Any
             pool.run(f"{HERE}:add_up", **failure)
         assert pool.run(f"{HERE}:add_up") == [1, 1]
         assert not set(before) & {worker.pid for worker in pool.workers}
-    finally:
-        pool.stop()
-
-
-def abort_once(folder: Path) -> int:
-    """Rank 1 is aborted at its first call, as gloo does occasionally."""
-    if dist.get_rank() == 1 and not (folder / "aborted").exists():
-        (folder / "aborted").touch()
-        os.abort()
-    return add_up()
-
-
-def test_an_aborted_call_is_retried_once_with_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.distributed.pool._GRACE", 2.0)
-    pool = Pool(2)
-    try:
-        with pytest.warns(UserWarning, match="tried again: .*abort_once failed"):
-            assert pool.run(f"{HERE}:abort_once", folder=tmp_path) == [1, 1]
     finally:
         pool.stop()

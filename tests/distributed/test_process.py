@@ -41,7 +41,7 @@ def test_no_group_waits_longer_than_its_timeout(group, tmp_path):
     assert "Timed out waiting 2000ms" in message
 
 
-def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_timeout(monkeypatch):
+def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_timeout_and_one_gloo_thread(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     config = Config(comm=Comm(init_timeout_seconds=77), training=Training(deterministic=True))
@@ -49,8 +49,9 @@ def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_timeou
         device = start(config, {})
         assert rank_and_world() == (0, 1)
         assert dist.get_world_size() == 1
-        backend = dist.group.WORLD._get_backend(device)
-        assert backend.options._timeout.total_seconds() == 77
+        backends = [group._get_backend(device) for group in (dist.group.WORLD, dist.new_group([0]))]
+        assert [backend.options._timeout.total_seconds() for backend in backends] == [77, 77]
+        assert [backend.options._threads for backend in backends] == [1, 1]  # with two, gloo damages the heap
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)

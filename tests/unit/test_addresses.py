@@ -60,7 +60,7 @@ def test_only_runs_on_several_nodes_are_refused_and_before_the_process_group(res
 
     resolver("127.0.1.1")
     monkeypatch.setattr(addresses, "join", joined)
-    monkeypatch.setattr(addresses, "gloo_fault", str)  # it needs the real resolver
+    monkeypatch.setattr(addresses, "set_up_gloo", str)  # it needs the real resolver
     ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (ranks | {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
@@ -161,6 +161,6 @@ def test_a_store_that_starts_later_is_waited_for():
 
 def test_a_missing_interface_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
-    assert "GLOO_SOCKET_IFNAME=lo,nowhere0: must be an interface that is up; there are: lo" in addresses.gloo_fault()
+    assert "GLOO_SOCKET_IFNAME=lo,nowhere0: must be an interface that is up; there are: lo" in addresses.set_up_gloo()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert addresses.gloo_fault() == ""
+    assert addresses.set_up_gloo() == ""

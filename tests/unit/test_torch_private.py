@@ -39,6 +39,10 @@ class Name(NamedTuple):
 
 # Attributes of PyTorch's objects, which functions of torch_private.py use, and those functions.
 ATTRIBUTES = (
+    Name("torch.distributed:ProcessGroupGloo._Options", "one_thread_per_gloo_group"),
+    Name("torch.distributed:ProcessGroupGloo._Options._devices", "one_thread_per_gloo_group"),
+    Name("torch.distributed:ProcessGroupGloo._Options._threads", "one_thread_per_gloo_group"),
+    Name("torch.distributed:ProcessGroupGloo._Options._timeout", "one_thread_per_gloo_group"),
     Name("torch.distributed.tensor:DTensor._spec", "like"),
     Name("torch.distributed.tensor:DTensor._local_tensor", "storage_of"),
     Name("torch:UntypedStorage._cdata", "storage_of"),

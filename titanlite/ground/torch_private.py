@@ -10,6 +10,7 @@ Its module is loaded at that moment, and not with this file, since some take a s
 """
 
 import contextlib
+import datetime
 import functools
 import inspect
 import operator
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -92,6 +94,8 @@ NAMES = {
 # In 2.11, a pipeline's messages of whole numbers need gradients.
 BEFORE_2_13 = torch.__version__ < "2.13"
 
+_make_gloo_group = ProcessGroupGloo.__init__
+
 
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
@@ -102,6 +106,28 @@ def __getattr__(name: str) -> Any:
 def resolve(path: str) -> Any:
     """What a `path` names. It may be a module that nothing has loaded yet, which is no attribute of its package until then."""
     return pkgutil.resolve_name(path.replace(":", "."))
+
+
+# ----------------------------------------------------------------------------------------------------------- process groups
+
+
+def one_thread_per_gloo_group(devices: Callable[[], list[Any]]) -> None:
+    """Makes each gloo group that this process joins from now on run its collectives in one thread, where PyTorch takes two.
+
+    Both note the name of the collective that they have ended in one std::string, without a lock (pgStatus_ in
+    ProcessGroupGloo::runLoop, 2.11 and 2.13). When a machine is busy, one does so while the other runs the next collective, and
+    the heap is corrupt: ranks abort, or wait for ever. Collectives of a group begin in the same order on all ranks, so that one
+    thread is enough.
+
+    devices: makes the network devices of a group.
+    """
+
+    def make(group: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = devices(), 1, timeout
+        _make_gloo_group(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = make  # type: ignore[method-assign]
 
 
 # ------------------------------------------------------------------------------------------------------- tensors and modules

@@ -9,6 +9,8 @@ from datetime import timedelta
 
 from torch.distributed import ProcessGroupGloo, TCPStore
 
+from titanlite.ground.torch_private import one_thread_per_gloo_group
+
 _ANSWERED_WITHIN = 10.0  # seconds, by a store
 _TIMEOUT = timedelta(minutes=5)  # PyTorch's default of a store
 _UP = "bring the loopback interface up: ip link set lo up"
@@ -52,16 +54,26 @@ def join(host: str, port: int, patience: float, timeout: timedelta = _TIMEOUT) -
     return store
 
 
-def gloo_fault() -> str:
-    """Why gloo cannot listen on this node, which one rank needs too; or ""."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+def set_up_gloo() -> str:
+    """Sets up the gloo groups that this process will join; returns why gloo cannot listen on this node, which one rank needs
+    too, or "".
+    """
     try:
-        for name in names.split(","):
-            ProcessGroupGloo.create_device(interface=name) if name else ProcessGroupGloo.create_default_device()
+        _gloo_devices()
     except RuntimeError as error:
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
         what = f"GLOO_SOCKET_IFNAME={names}: must be an interface that is up; there are: {_interfaces()}" if names else _UP
         return f"gloo has no address to listen at; {what} ({str(error).splitlines()[0]})"
+    one_thread_per_gloo_group(_gloo_devices)
     return ""
+
+
+def _gloo_devices() -> list[ProcessGroupGloo.Device]:
+    """Those that PyTorch chooses for a group."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    return [
+        ProcessGroupGloo.create_device(interface=name) if name else ProcessGroupGloo.create_default_device() for name in names
+    ]
 
 
 def hostname_fault() -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from titanlite.config.bounds import MOST_LOCAL_RANKS
 from titanlite.ground.errors import UserError
 from titanlite.launch import children, failure
-from titanlite.launch.addresses import gloo_fault
+from titanlite.launch.addresses import set_up_gloo
 from titanlite.registry.family import location_of
 
 _HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
@@ -74,7 +74,7 @@ def _rank(
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     try:
-        if fault := gloo_fault():
+        if fault := set_up_gloo():
             raise UserError(fault)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
         result = function(device, *arguments)

@@ -59,7 +59,7 @@ def start(config: Config, identity: Identity) -> torch.device:
         torch.cuda.set_device(device)
     if config.training.deterministic:
         use_deterministic_algorithms()
-    if fault := addresses.gloo_fault():
+    if fault := addresses.set_up_gloo():
         raise UserError(fault)
     timeout = datetime.timedelta(seconds=config.comm.init_timeout_seconds)
     store = _store(rank, world, timeout)
