@@ -93,8 +93,7 @@ NAMES = {
 
 # In 2.11, a pipeline's messages of whole numbers need gradients.
 BEFORE_2_13 = torch.__version__ < "2.13"
-
-_make_gloo_group = ProcessGroupGloo.__init__
+_make_gloo_group: Callable[..., None] = ProcessGroupGloo.__init__
 
 
 def __getattr__(name: str) -> Any:
@@ -122,12 +121,14 @@ def one_thread_per_gloo_group(devices: Callable[[], list[Any]]) -> None:
     devices: makes the network devices of a group.
     """
 
+    gloo: Any = ProcessGroupGloo
+
     def make(group: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        options = ProcessGroupGloo._Options()
+        options = gloo._Options()
         options._devices, options._threads, options._timeout = devices(), 1, timeout
         _make_gloo_group(group, store, rank, size, options)
 
-    ProcessGroupGloo.__init__ = make  # type: ignore[method-assign]
+    gloo.__init__ = make
 
 
 # ------------------------------------------------------------------------------------------------------- tensors and modules
