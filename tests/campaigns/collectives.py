@@ -1,11 +1,12 @@
 """Collectives among ranks that are paused at random instants: all results are right, and no rank dies or waits for ever.
 
-With the two threads that PyTorch gives to a gloo group, ranks died within 20,000 collectives in four campaigns of four.
+With the two threads that PyTorch gives to a gloo group, ranks died in four runs of six, each within two minutes.
 """
 
 import random
 import threading
 import time
+import warnings
 from contextlib import suppress
 
 import torch
@@ -23,6 +24,7 @@ _SIZES = (1, 7, 64, 300, 5000, 70000)  # elements; the smallest leave most of gl
 
 def collectives(seed: int) -> None:
     """Those of training with FSDP and TP, among all ranks and among two, in an order that all ranks draw alike."""
+    warnings.simplefilter("ignore", FutureWarning)  # 2.11 knows no other name of reduce_scatter_tensor
     draw = random.Random(seed)
     mesh = mesh_of({"dp_shard": 2, "tp": 2})
     shard, tp = mesh.get_group("dp_shard"), mesh.get_group("tp")
