@@ -48,7 +48,8 @@ class Pool:
         if not self.workers:
             self._start()
         for pipe in self.pipes:
-            pipe.send((function, arguments))
+            with contextlib.suppress(BrokenPipeError):  # its rank has died since the last call; `_receive` says how
+                pipe.send((function, arguments))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < self.size:
@@ -152,7 +153,7 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.launch import children
+    from titanlite.launch import children, process
 
     children.end_with_starter()
     stack = open(f"{folder}/stack-{rank}", "w")
@@ -177,6 +178,7 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
         try:
             answer = True, getattr(importlib.import_module(module), name)(**arguments)
             _end_groups(groups)
+            process.set_timeout(round(PATIENCE))  # a run has shortened it
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)

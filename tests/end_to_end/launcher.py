@@ -1,6 +1,7 @@
 """Starts run_train.sh as a user does, and finds every process that it starts."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -24,9 +25,11 @@ _OF_A_LOCALE = re.compile(r"^.*: warning: setlocale: .*\n", re.MULTILINE)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """One below those that the system gives to whoever asks for any, such as gloo: it stays free until it is used."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", random.SystemRandom().randrange(20_000, 32_000)))
+            return probe.getsockname()[1]
 
 
 class Launch(NamedTuple):

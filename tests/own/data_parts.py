@@ -42,6 +42,13 @@ class Node(BaseNode):
         return self.walks.state_dict()
 
 
+class Heavy(Walks):
+    """Walks with a state larger than a pipe holds."""
+
+    def state_dict(self):
+        return {"rows": self.rows, "weight": "x" * 1_000_000}
+
+
 class Poisoned(Walks):
     """Walks whose 49th row on the first data rank spoils its batch: the first of step 7 on one rank."""
 

@@ -19,8 +19,10 @@ from tests.distributed.scenarios import config_of
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, assert_same_end, losses, reports, run_config
 from tests.own import parts
 from tests.own.data_runs import full_run, opened_data
+from tests.waiting import until
 from titanlite.config.read import read_config, to_toml
 from titanlite.config.schema import Config
+from titanlite.data import batches
 from titanlite.data.batches import Batches, StepDataset, steps_of
 from titanlite.data.own import ENDLESS, faults
 from titanlite.ground.errors import UserError
@@ -260,6 +262,20 @@ def test_a_map_is_validated_on_with_the_same_loss_on_every_mesh(pools, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------- resumes
+
+
+def test_a_worker_killed_in_the_middle_of_a_message_is_reported(monkeypatch):
+    monkeypatch.setattr(batches, "_UNNOTICED", 0.2)
+    config = configured("tests.own.data_parts:Heavy")
+    config.dataloader.workers = 1
+    source = batches_of(config)
+    until(source._source._worker_result_queue._reader.poll)  # the worker waits for the pipe to be read
+    worker = source._source._workers[0]
+    worker.kill()
+    worker.join()
+    with pytest.raises(RuntimeError, match="a data worker has ended"):
+        next(source)
+    source.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -148,6 +148,12 @@ def test_only_a_store_at_its_address_is_joined(monkeypatch):
         addresses.serve("nowhere.invalid")
 
 
+def test_a_program_that_listens_and_never_answers_is_not_awaited(monkeypatch):
+    monkeypatch.setattr(addresses, "_ANSWERED_WITHIN", 0.5)
+    with socket.create_server(("localhost", 0)) as silent, pytest.raises(ConnectionError, match="listens, and does not answer"):
+        addresses.join("localhost", silent.getsockname()[1], 5.0)
+
+
 def test_a_store_that_starts_later_is_waited_for():
     port = free_port()
     joined: list[object] = []

@@ -24,6 +24,7 @@ OTHERS = {
     "_exit", "_getframe", "_current_frames",  # os, sys
     "_output_child_to_const",  # jinja2, in data/prepare/chat.py
     "_option_string_actions", "_AppendAction",  # argparse, in tools/options.py
+    "_writer",  # of multiprocessing.Queue, in ground/torch_private.py
     "_strip_protocol",  # fsspec, in data/prepare/documents.py
 }  # fmt: skip
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -43,6 +44,10 @@ ATTRIBUTES = (
     Name("torch.distributed:ProcessGroupGloo._Options._devices", "one_thread_per_gloo_group"),
     Name("torch.distributed:ProcessGroupGloo._Options._threads", "one_thread_per_gloo_group"),
     Name("torch.distributed:ProcessGroupGloo._Options._timeout", "one_thread_per_gloo_group"),
+    Name(
+        "torchdata.stateful_dataloader.stateful_dataloader:_StatefulMultiProcessingDataLoaderIter._worker_result_queue",
+        "end_reading",
+    ),
     Name("torch.distributed.tensor:DTensor._spec", "like"),
     Name("torch.distributed.tensor:DTensor._local_tensor", "storage_of"),
     Name("torch:UntypedStorage._cdata", "storage_of"),

@@ -10,7 +10,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 
 import numpy as np
@@ -24,10 +26,12 @@ from titanlite.data.mixture import Data
 from titanlite.data.stream import Position, StreamDataset, StreamStep
 from titanlite.data.timeline import Timeline
 from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import end_reading
 from titanlite.launch import children
 
 log = logging.getLogger(__name__)
 
+_UNNOTICED = 10.0  # seconds; the loader looks for dead workers every five, except in the middle of a message
 _LOCATED_AT_ONCE = 4096  # samples that are located together, to share NumPy's overhead per call
 
 
@@ -127,8 +131,8 @@ class Batches(Iterator[Batch]):
         # On the stream of the computation, the copies would wait for all of it, and it for them.
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
-        self._watch = _StallWatch(dataset, cfg.stall_seconds)
         before, self._workers = multiprocessing.active_children(), list[multiprocessing.process.BaseProcess]()
+        self._watch = _StallWatch(dataset, cfg.stall_seconds, self._end_if_a_worker_has_died)
         self._watch.waiting = time.monotonic(), 0  # for workers to start
         self._source: Iterator[Batch | UserError | StreamStep] = _read_ahead(dataset, cuda) if cfg.workers else iter(dataset)
         self._watch.waiting = None
@@ -198,7 +202,7 @@ class Batches(Iterator[Batch]):
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
                 raise
-            self._kill_if_one_has_died()
+            self._end_if_a_worker_has_died()
             read = self._dataset.read_by_workers(self._step)
             why = "its memory ran out, or a file that it read was truncated or could no longer be read"
             raise RuntimeError(f"a data worker has ended, perhaps because {why}; read last: {read}") from error
@@ -212,17 +216,21 @@ class Batches(Iterator[Batch]):
     def close(self) -> None:
         """Ends the workers, which end with the last reference to the loader's iterator."""
         self._watch.done.set()
-        self._kill_if_one_has_died()
+        self._end_if_a_worker_has_died()
         self._source = iter(())
 
     __del__ = close
 
-    def _kill_if_one_has_died(self) -> None:
-        """Kills all workers if one has died: they may wait for a queue's lock that it held, and this process for them."""
-        alive = [worker for worker in self._workers if worker.is_alive()]
-        if len(alive) < len(self._workers):
-            for worker in alive:
-                worker.kill()
+    def _end_if_a_worker_has_died(self) -> None:
+        """Ends the others, which may wait for a queue's lock that it held, and reading, which may wait for the rest of its
+        message.
+        """
+        if not connection.wait([worker.sentinel for worker in self._workers], 0):
+            return
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+        end_reading(self._source)
 
 
 def _read_ahead(dataset: Steps, pin_memory: bool) -> Iterator[Batch | UserError | StreamStep]:
@@ -278,10 +286,14 @@ def _start_worker(number: int) -> None:
 
 
 class _StallWatch:
-    """A thread that logs what is being read when a step waits longer than `patience` seconds for its data, repeatedly."""
+    """A thread that logs what is being read when a step waits longer than `patience` seconds for its data, repeatedly.
 
-    def __init__(self, dataset: Steps, patience: float):
+    end_if_a_worker_has_died: a method, called while a step waits longer than `_UNNOTICED` seconds.
+    """
+
+    def __init__(self, dataset: Steps, patience: float, end_if_a_worker_has_died: Callable[[], None]):
         self._dataset, self._patience = dataset, patience
+        self._end = weakref.WeakMethod(end_if_a_worker_has_died)  # its object's end ends this thread
         self.waiting: tuple[float, int] | None = None  # since when, and for which step
         self.done = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="data watch").start()
@@ -290,7 +302,13 @@ class _StallWatch:
         last_warning = 0.0
         while not self.done.wait(min(1.0, self._patience / 4)):
             now, waiting = time.monotonic(), self.waiting
+            if waiting is not None and now - waiting[0] > _UNNOTICED:
+                self._end_if_a_worker_has_died()
             if waiting is None or now - max(waiting[0], last_warning) < self._patience:
                 continue
             last_warning = now
             log.warning("waiting for data for %.0f s: %s", now - waiting[0], self._dataset.last_read(waiting[1]))
+
+    def _end_if_a_worker_has_died(self) -> None:
+        if end := self._end():
+            end()

@@ -131,6 +131,16 @@ def one_thread_per_gloo_group(devices: Callable[[], list[Any]]) -> None:
     gloo.__init__ = make
 
 
+# --------------------------------------------------------------------------------------------------------------------- data
+
+
+def end_reading(loader: Any) -> None:
+    """Closes this process's writing end of the queue to which the workers of a loader's iterator write. When they have ended
+    too, nobody waits for what they write, not even in the middle of a message.
+    """
+    loader._worker_result_queue._writer.close()
+
+
 # ------------------------------------------------------------------------------------------------------- tensors and modules
 
 

@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -46,12 +47,20 @@ def join(host: str, port: int, patience: float, timeout: timedelta = _TIMEOUT) -
             if left < 0.5:
                 raise ConnectionError(error.strerror or str(error) or type(error).__name__) from None
         time.sleep(0.2)
-    try:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANSWERED_WITHIN))
-    except RuntimeError:
-        raise ConnectionError("another program answers") from None
-    store.set_timeout(timeout)
-    return store
+    found: list[TCPStore] = []
+
+    def greet() -> None:
+        with contextlib.suppress(RuntimeError):
+            found.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=answered_within))
+
+    answered_within = timedelta(seconds=_ANSWERED_WITHIN)
+    greeting = threading.Thread(target=greet, daemon=True)  # no timeout ends it where nobody answers
+    greeting.start()
+    greeting.join(_ANSWERED_WITHIN)
+    if not found:
+        raise ConnectionError("another program " + ("listens, and does not answer" if greeting.is_alive() else "answers"))
+    found[0].set_timeout(timeout)
+    return found[0]
 
 
 def set_up_gloo() -> str:

@@ -86,7 +86,9 @@ def _rank(
         begun, text = time.monotonic_ns(), describe_error(error)
         if not isinstance(error, UserError):
             text = failure.report(error, f"rank {rank} of {count}", words=text)
-        (Path(folder) / f"error-{begun:020d}-{rank}").write_text(text, encoding="utf-8")
+        unfinished = Path(folder) / f"unfinished-{rank}"  # another rank's end ends this one
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.rename(Path(folder) / f"error-{begun:020d}-{rank}")
         os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them
 
 

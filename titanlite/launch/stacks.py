@@ -28,8 +28,8 @@ from titanlite.launch import failure, process
 log = logging.getLogger("titanlite")
 
 # The launcher waits until no rank's dump has grown for _INTERVAL seconds; a dump takes milliseconds on a free core.
-_INTERVAL = 0.2
-_LONGEST = 2.0
+_INTERVAL = 0.5
+_LONGEST = 15.0
 
 _dump: TextIO | None = None
 
@@ -114,7 +114,7 @@ def _echo(error: Exception) -> str:
 
 
 def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
-    """Makes running ranks write their stacks, and waits for that, two seconds at most. processes: rank -> process.
+    """Makes running ranks write their stacks, and waits for that, `_LONGEST` seconds at most. processes: rank -> process.
 
     A rank that has not reached `open_dump` writes nothing.
     """
