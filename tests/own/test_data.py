@@ -266,9 +266,8 @@ def test_a_map_is_validated_on_with_the_same_loss_on_every_mesh(pools, tmp_path)
 
 def test_a_worker_killed_in_the_middle_of_a_message_is_reported(monkeypatch):
     monkeypatch.setattr(batches, "_UNNOTICED", 0.2)
-    config = configured("tests.own.data_parts:Heavy")
-    config.dataloader.workers = 1
-    source = batches_of(config)
+    heavy = {"dataset": "tests.own.data_parts:Heavy"}
+    source = batches_of(config_of(ONE, training=heavy, dataloader={"workers": 1}))
     until(source._source._worker_result_queue._reader.poll)  # the worker waits for the pipe to be read
     worker = source._source._workers[0]
     worker.kill()

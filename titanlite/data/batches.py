@@ -217,7 +217,7 @@ class Batches(Iterator[Batch]):
         """Ends the workers, which end with the last reference to the loader's iterator."""
         self._watch.done.set()
         self._end_if_a_worker_has_died()
-        self._source = iter(())
+        self._workers, self._source = [], iter(())
 
     __del__ = close
 

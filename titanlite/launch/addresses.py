@@ -58,7 +58,7 @@ def join(host: str, port: int, patience: float, timeout: timedelta = _TIMEOUT) -
     greeting.start()
     greeting.join(_ANSWERED_WITHIN)
     if not found:
-        raise ConnectionError("another program " + ("listens, and does not answer" if greeting.is_alive() else "answers"))
+        raise ConnectionError("another program listens there")
     found[0].set_timeout(timeout)
     return found[0]
 
