@@ -11,6 +11,7 @@ from tests.distributed.test_resume import ONE, TWO_BY_TWO, run, stored
 from tests.repetitions import slow_but
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.schema import Config
+from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.hf.export import Exported
 from titanlite.loop.memory import held_memory
 from titanlite.loop.step import build_model
@@ -94,6 +95,8 @@ def held(degrees: dict[str, int], config: Config) -> tuple[int, int]:
 
 @pytest.mark.parametrize("rounding", slow_but(["compensated"], ["stochastic", "compensated", "float32"]))
 def test_the_estimate_equals_the_bytes_held(pools, rounding):
+    if BEFORE_2_13 and rounding != "float32":
+        pytest.skip("a prediction with bfloat16 needs PyTorch 2.13")
     for degrees in (ONE, TWO_BY_TWO):
         split = {"parallelism": {"tensor_parallel_degree": degrees.get("tp", 1)}}
         config = config_of(degrees, **split, **(keys(rounding) if rounding != "float32" else {}))
