@@ -103,8 +103,9 @@ class Pool:
         os.kill(self.workers[rank].pid, signal.SIGUSR1)
         file = Path(self.folder.name) / f"stack-{rank}"
         with contextlib.suppress(AssertionError):  # it may not answer this signal either
-            until(lambda: " in _work" in file.read_text(), patience=30)  # its last frame
-        return file.read_text()
+            until(lambda: " in _work" in file.read_text(), patience=30)  # the main thread, which comes last
+        *others, main = file.read_text().rstrip().split("\n\n")
+        return "\n".join([main, *("\n".join(thread.splitlines()[:4]) for thread in others)])
 
 
 def _share_one_device() -> None:
@@ -159,7 +160,7 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     stack = open(f"{folder}/stack-{rank}", "w")
     # blocked in a fork server that data workers have started, and so in all its forks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     # gathering full tensors for a comparison is expected to be slow
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

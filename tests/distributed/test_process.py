@@ -11,6 +11,7 @@ from tests.distributed.scenarios import mesh_of
 from tests.waiting import until
 from titanlite.config.operation import Comm
 from titanlite.config.schema import Config, Training
+from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
 from titanlite.launch.process import once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
 from titanlite.parallel.mesh import rng_rank
@@ -42,6 +43,7 @@ def test_no_group_waits_longer_than_its_timeout(group, tmp_path):
 
 
 def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_timeout_and_one_gloo_thread(monkeypatch):
+    monkeypatch.setattr(dist.ProcessGroupGloo, "__init__", torch_private._make_gloo_group)  # PyTorch's own
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     config = Config(comm=Comm(init_timeout_seconds=77), training=Training(deterministic=True))

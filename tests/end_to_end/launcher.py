@@ -25,10 +25,12 @@ _OF_A_LOCALE = re.compile(r"^.*: warning: setlocale: .*\n", re.MULTILINE)
 
 
 def free_port() -> int:
-    """One below those that the system gives to whoever asks for any, such as gloo: it stays free until it is used."""
+    """One below those that Linux by default gives to whoever asks for any, such as gloo: it usually stays free until it is
+    used.
+    """
     while True:
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("localhost", random.SystemRandom().randrange(20_000, 32_000)))
+            probe.bind(("localhost", random.SystemRandom().randrange(20_000, 29_000)))
             return probe.getsockname()[1]
 
 

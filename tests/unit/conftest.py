@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.token_files import TEXTS
 from titanlite.data.prepare import documents
 from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.launch.addresses import set_up_gloo
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def hub_cache(tmp_path_factory, monkeypatch):
 
 @contextlib.contextmanager
 def _group() -> Iterator[None]:
+    set_up_gloo()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -200,7 +200,7 @@ class Batches(Iterator[Batch]):
             batch, self._state_ahead = found if isinstance(found, StreamStep) else (found, "")
         # a worker that was killed, or a batch whose shared memory ended with it
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
-            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
+            if isinstance(error, RuntimeError) and not str(error).startswith(("DataLoader worker", "Pin memory thread")):
                 raise
             self._end_if_a_worker_has_died()
             read = self._dataset.read_by_workers(self._step)
@@ -293,7 +293,7 @@ class _StallWatch:
 
     def __init__(self, dataset: Steps, patience: float, end_if_a_worker_has_died: Callable[[], None]):
         self._dataset, self._patience = dataset, patience
-        self._end = weakref.WeakMethod(end_if_a_worker_has_died)  # its object's end ends this thread
+        self._end = weakref.WeakMethod(end_if_a_worker_has_died)  # weak: this thread does not keep the batches alive
         self.waiting: tuple[float, int] | None = None  # since when, and for which step
         self.done = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="data watch").start()

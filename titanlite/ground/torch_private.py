@@ -93,6 +93,7 @@ NAMES = {
 
 # In 2.11, a pipeline's messages of whole numbers need gradients.
 BEFORE_2_13 = torch.__version__ < "2.13"
+_PINNING_LOOKS = 5.0  # seconds between two looks at its event, of the loader's thread that pins memory
 _make_gloo_group: Callable[..., None] = ProcessGroupGloo.__init__
 
 
@@ -135,10 +136,15 @@ def one_thread_per_gloo_group(devices: Callable[[], list[Any]]) -> None:
 
 
 def end_reading(loader: Any) -> None:
-    """Closes this process's writing end of the queue to which the workers of a loader's iterator write. When they have ended
-    too, nobody waits for what they write, not even in the middle of a message.
+    """After the end of a loader's workers: nobody waits for what they have written, not even for the rest of a message. The last
+    writing end of their queue is this process's.
     """
-    loader._worker_result_queue._writer.close()
+    pinning = getattr(loader, "_pin_memory_thread", None)  # on a GPU, it reads
+    if pinning is not None:
+        loader._pin_memory_thread_done_event.set()
+        pinning.join(2 * _PINNING_LOOKS)
+    if pinning is None or pinning.is_alive():
+        loader._worker_result_queue._writer.close()
 
 
 # ------------------------------------------------------------------------------------------------------- tensors and modules

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 from titanlite.ground.torch_private import one_thread_per_gloo_group
 
 _ANSWERED_WITHIN = 10.0  # seconds, by a store
+_SILENT_FOR = 60.0  # seconds, by a store whose process is stopped for a while
 _TIMEOUT = timedelta(minutes=5)  # PyTorch's default of a store
 _UP = "bring the loopback interface up: ip link set lo up"
 
@@ -54,11 +55,11 @@ def join(host: str, port: int, patience: float, timeout: timedelta = _TIMEOUT) -
             found.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=answered_within))
 
     answered_within = timedelta(seconds=_ANSWERED_WITHIN)
-    greeting = threading.Thread(target=greet, daemon=True)  # no timeout ends it where nobody answers
+    greeting = threading.Thread(target=greet, daemon=True)  # no timeout of PyTorch's ends it where nobody answers
     greeting.start()
-    greeting.join(_ANSWERED_WITHIN)
+    greeting.join(_SILENT_FOR)
     if not found:
-        raise ConnectionError("another program listens there")
+        raise ConnectionError("no store answers there")
     found[0].set_timeout(timeout)
     return found[0]
 
@@ -79,7 +80,7 @@ def set_up_gloo() -> str:
 
 def _gloo_devices() -> list[ProcessGroupGloo.Device]:
     """Those that PyTorch chooses for a group."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").removesuffix(",").split(",")
     return [
         ProcessGroupGloo.create_device(interface=name) if name else ProcessGroupGloo.create_default_device() for name in names
     ]

@@ -86,7 +86,7 @@ def _rank(
         begun, text = time.monotonic_ns(), describe_error(error)
         if not isinstance(error, UserError):
             text = failure.report(error, f"rank {rank} of {count}", words=text)
-        unfinished = Path(folder) / f"unfinished-{rank}"  # another rank's end ends this one
+        unfinished = Path(folder) / f"unfinished-{rank}"  # this rank may be ended while it writes
         unfinished.write_text(text, encoding="utf-8")
         unfinished.rename(Path(folder) / f"error-{begun:020d}-{rank}")
         os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them

@@ -29,7 +29,7 @@ log = logging.getLogger("titanlite")
 
 # The launcher waits until no rank's dump has grown for _INTERVAL seconds; a dump takes milliseconds on a free core.
 _INTERVAL = 0.5
-_LONGEST = 15.0
+_LONGEST = 5.0
 
 _dump: TextIO | None = None
 
