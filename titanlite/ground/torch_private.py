@@ -136,8 +136,8 @@ def one_thread_per_gloo_group(devices: Callable[[], list[Any]]) -> None:
 
 
 def end_reading(loader: Any) -> None:
-    """After the end of a loader's workers: nobody waits for what they have written, not even for the rest of a message. The last
-    writing end of their queue is this process's.
+    """After the end of a loader's workers: nobody waits for what they have written, not even for the rest of a message. The
+    last writing end of their queue is this process's.
     """
     pinning = getattr(loader, "_pin_memory_thread", None)  # on a GPU, it reads
     if pinning is not None:
