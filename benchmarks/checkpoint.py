@@ -25,6 +25,7 @@ from models import llama3
 from titanlite.checkpoint.save import Saver
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
+from titanlite.launch.addresses import set_up_gloo
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import run_tensors
@@ -44,6 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
+    set_up_gloo()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )

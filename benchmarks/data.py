@@ -34,6 +34,7 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.sources import open_tokenizer
+from titanlite.launch.addresses import set_up_gloo
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
@@ -121,6 +122,7 @@ def recipes(read: dict[tuple[int, int], float]) -> None:
     """Compares the tokens per second that training consumes with the lowest rate of two workers."""
     config = read_config("train_configs/llama_debug.toml", [])
     family = load_family("llama3", "debug")
+    set_up_gloo()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = build_model(family, config, mesh := build_mesh(dict.fromkeys(DIMENSIONS, 1), "cpu"), torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)

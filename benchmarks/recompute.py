@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.attention import SeqInfo
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
+from titanlite.launch.addresses import set_up_gloo
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    set_up_gloo()
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)
     original = load_family("llama3", args.flavor)
