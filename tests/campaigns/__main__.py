@@ -9,7 +9,7 @@ PART is one of
   two-hosts  two network namespaces and the cable between them
   processors the tests under other kernels, threads, weights, orders, users, paths, locales, time zones, load and pauses (69
              rows of 5 to 20 minutes; `--only sample`: a few tests under each, 3 minutes)
-  collectives  150,000 collectives among four paused ranks
+  collectives  200,000 small collectives that overlap, among four ranks
   mutants    faults in the code, each caught by some test: python -m tests.mutations.score --suite
 
 Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign continues if the commit is
