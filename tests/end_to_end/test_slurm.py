@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch
+from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, free_port, launch
 from tests.end_to_end.test_run_train import SLOWLY, reports, when_training, working_folder
 from tests.waiting import until
 
@@ -105,16 +104,7 @@ def job_in(folder: Path, script: Path = ROOT / "run_slurm.sh") -> Job:
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
-    return Job(folder, 7_000_000 + _free_port() % 10_000, script)
-
-
-def _free_port() -> int:
-    """A free port from the range of run_slurm.sh."""
-    for port in range(20_000 + os.getpid() % 5000, 30_000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("localhost", port)):
-                return port
-    raise AssertionError("no free port")
+    return Job(folder, 7_000_000 + free_port() % 10_000, script)  # run_slurm.sh derives its port from it
 
 
 # ------------------------------------------------------------------------------------------------------------- the script

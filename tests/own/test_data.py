@@ -235,6 +235,19 @@ def test_samples_of_a_stream_have_no_numbers():
         StepDataset(configured(WALKS), opened_data(configured(WALKS), 512), (0, 1))
 
 
+def test_a_worker_killed_in_the_middle_of_a_message_is_reported(monkeypatch):
+    monkeypatch.setattr(batches, "_UNNOTICED", 0.2)
+    heavy = {"dataset": "tests.own.data_parts:Heavy"}
+    source = batches_of(config_of(ONE, training=heavy, dataloader={"workers": 1}))
+    until(source._source._worker_result_queue._reader.poll)  # the worker waits for the pipe to be read
+    worker = source._source._workers[0]
+    worker.kill()
+    worker.join()
+    with pytest.raises(RuntimeError, match="a data worker has ended"):
+        next(source)
+    source.close()
+
+
 # -------------------------------------------------------------------------------------------------------------- meshes
 
 # test_together.py has a map without a mask
@@ -262,19 +275,6 @@ def test_a_map_is_validated_on_with_the_same_loss_on_every_mesh(pools, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------- resumes
-
-
-def test_a_worker_killed_in_the_middle_of_a_message_is_reported(monkeypatch):
-    monkeypatch.setattr(batches, "_UNNOTICED", 0.2)
-    heavy = {"dataset": "tests.own.data_parts:Heavy"}
-    source = batches_of(config_of(ONE, training=heavy, dataloader={"workers": 1}))
-    until(source._source._worker_result_queue._reader.poll)  # the worker waits for the pipe to be read
-    worker = source._source._workers[0]
-    worker.kill()
-    worker.join()
-    with pytest.raises(RuntimeError, match="a data worker has ended"):
-        next(source)
-    source.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -93,7 +93,6 @@ NAMES = {
 
 # In 2.11, a pipeline's messages of whole numbers need gradients.
 BEFORE_2_13 = torch.__version__ < "2.13"
-_PINNING_LOOKS = 5.0  # seconds between two looks at its event, of the loader's thread that pins memory
 _make_gloo_group: Callable[..., None] = ProcessGroupGloo.__init__
 
 
@@ -121,7 +120,6 @@ def one_thread_per_gloo_group(devices: Callable[[], list[Any]]) -> None:
 
     devices: makes the network devices of a group.
     """
-
     gloo: Any = ProcessGroupGloo
 
     def make(group: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
@@ -142,7 +140,7 @@ def end_reading(loader: Any) -> None:
     pinning = getattr(loader, "_pin_memory_thread", None)  # on a GPU, it reads
     if pinning is not None:
         loader._pin_memory_thread_done_event.set()
-        pinning.join(2 * _PINNING_LOOKS)
+        pinning.join(10.0)  # it looks at the event every five seconds, except in the middle of a message
     if pinning is None or pinning.is_alive():
         loader._worker_result_queue._writer.close()
 
