@@ -19,9 +19,9 @@ from tests import tiny
 
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
 
-EXPLICIT = ("value", "dict", "detached", "view", "number", "unchanged", "sum", "embedding", "twice")
+EXPLICIT = ("value", "detached", "view", "number", "unchanged", "sum", "twice")
 EXPLICIT += ("integers",) * (torch.__version__ >= "2.13")  # earlier versions need a gradient for every message
-HIDDEN = ("attribute", "object", "list", "counter", "parameter", "module", "in place", "argument", "stash", "head", "again")
+HIDDEN = ("attribute", "list", "counter", "parameter", "module", "in place", "head", "again")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,6 @@ class Block(llama3.Block):
         match way:
             case "attribute":
                 self.made = made
-            case "object":
-                self.others.made[self.number] = made
             case "list":
                 left.append(made)
             case "counter":
@@ -82,8 +80,6 @@ class Block(llama3.Block):
         match way:
             case "value":
                 return state["made"][0]
-            case "dict":
-                return state["made"][1].repeat(1, 1, 2) * state["made"][0]
             case "integers":
                 return torch.sin(state["numbers"].float())[..., None].to(x.dtype)
             case "detached":
@@ -94,12 +90,10 @@ class Block(llama3.Block):
                 return x * state["number"]
             case "unchanged":
                 return state["total"]
-            case "sum" | "embedding":
+            case "sum":
                 return total
             case "attribute":
                 return maker.made
-            case "object":
-                return self.others.made[maker.number]
             case "list":
                 return left[-1]
             case "counter":
@@ -110,10 +104,6 @@ class Block(llama3.Block):
                 return self.lent(x)
             case "in place":
                 return x.add_(1.0)
-            case "argument":
-                return state["made"][0].mul_(2.0)
-            case "stash":
-                return self.stashed
         return torch.zeros_like(x)
 
 
@@ -130,7 +120,7 @@ class Head(llama3.Head):
 class Model(llama3.Model):
     def __init__(self, config: Config):
         super().__init__(config)
-        others = SimpleNamespace(blocks=[], made={}, count=0, of_head=[])
+        others = SimpleNamespace(blocks=[], count=0, of_head=[])
         others.blocks = [Block(config, number, others) for number in range(config.n_layers)]
         self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(others.blocks)})
         self.head.__class__, self.head.others = Head, others
@@ -145,7 +135,6 @@ class Model(llama3.Model):
         rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for _ in range(1 + ("again" in ways)):
             for number, layer in enumerate(self.layers.values()):
-                layer.stashed = first if "stash" in ways else None
                 for _ in range(1 + (number in [user for user, way, _ in c.uses() if way == "twice"])):
                     x, states[number] = layer(x, rope, seq, states, total, left)
                 if "sum" in ways:

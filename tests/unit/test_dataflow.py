@@ -17,14 +17,11 @@ from titanlite.registry.family import Family, family_names, load_family, load_mo
 # way: (a word of the reason, the line that it names, a part of that line's text)
 REFUSED = {
     "attribute": ("layers.2 uses a tensor that is none of its arguments", "x = x + 0.1 * self.used("),
-    "object": ("layers.2 uses a tensor that is none of its arguments", "x = x + 0.1 * self.used("),
     "list": ("layers.1 changes a list or a dict among its arguments", "layer(x, rope, seq"),
     "counter": ("layers.2 computes something else without what earlier blocks leave in Python", "x * self.others.count"),
     "parameter": ("layers.2 uses layers.1.ffn_norm.weight, which is not its own", "return x * maker.ffn_norm.weight"),
     "module": ("layers.2 shares layers.1.ffn_norm.weight", "layer(x, rope, seq"),
     "in place": ("layers.2 writes into a tensor that others use", "return x.add_(1.0)"),
-    "argument": ("layers.2 writes into a tensor that others use", ".mul_(2.0)"),
-    "stash": ("layers.2 uses a tensor that is none of its arguments", "x = x + 0.1 * self.used("),
     "head": ("head uses a tensor that is none of its arguments", "hidden = hidden + 0.1 * made"),
     "again": ("layers.0 runs again after layers.3", "layer(x, rope, seq"),
 }
