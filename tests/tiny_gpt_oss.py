@@ -18,7 +18,6 @@ _PLAIN = Config(
 
 FLAVORS: dict[str, Config] = {
     "plain": _PLAIN,
-    "tied": dataclasses.replace(_PLAIN, tied_embeddings=True, n_layers=3, rope_scaling=None),
     "large": dataclasses.replace(_PLAIN, vocab_size=4096),  # for the default tokenizer
 }
 
