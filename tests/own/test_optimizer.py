@@ -3,7 +3,6 @@
 import inspect
 
 import pytest
-import torch
 
 from tests.distributed.scenarios import config_of
 from tests.own.parts import Lion
@@ -14,7 +13,6 @@ from titanlite.optim.state import checkpoint_bytes
 from titanlite.plan.predict import predict
 from titanlite.registry.check import found_by
 from titanlite.registry.family import family_of
-from titanlite.registry.own import source_of_parts
 from titanlite.tools.verify import own_parts
 from titanlite.transforms.meta import on_meta
 
@@ -36,40 +34,17 @@ def state(value: str) -> str:
 
 # The module, the options, and the message besides the class with its file and line.
 WRONG = {
-    "raises at once": (HEAD.replace("super()", "1 / 0; super()") + MOVE, {}, "fails (MODULE, line 4): ZeroDivisionError"),
     "raises in its step": (HEAD + "                raise OSError('no')\n", {}, "fails (MODULE, line 9): OSError('no')"),
     "NaN": (HEAD + "                p.div_(p.grad)\n", {}, "gives NaN or infinity for zero gradients"),
-    "state of another shape": (
-        state("torch.zeros(7)"),
-        {},
-        "has local shape (7,); must be 0-d, or the parameter's (2, 3)",
-    ),
+    "state of another shape": (state("torch.zeros(7)"), {}, "has local shape (7,); must be 0-d"),
     "a number as state": (state("3"), {}, "is 3; checkpoints hold tensors: make it one, such as torch.zeros(())"),
     "a count of its own": (HEAD + MOVE + "        self.lr_now = len(self.state) + 1\n", {}, "changes self.lr_now in its step"),
     "a count in its groups": (HEAD + MOVE + "            group['k'] = 1\n", {}, 'changes group["k"] in its step'),
-    "state of no parameter": (
-        HEAD + MOVE + "        self.state['all'] = {}\n",
-        {},
-        "has state for 'all', which is no parameter",
-    ),
+    "state of no parameter": (HEAD + MOVE + "        self.state['all'] = {}\n", {}, "which is no parameter"),
     "another rate": (HEAD + MOVE.replace("group['lr']", "0.1"), {}, 'changes parameters with group["lr"] = 0'),
-    "no decay": (
-        *(HEAD.replace(", weight_decay=weight_decay", "") + MOVE, {}),
-        "has no weight_decay among its defaults, so optimizer.weight_decay would be ignored; set it to 0",
-    ),
-    "a decay of its own": (
-        *(HEAD.replace(", weight_decay=0.0", "").replace("weight_decay=weight_decay", "weight_decay=0.5") + MOVE, {}),
-        "optimizer.weight_decay would be ignored",
-    ),
+    "no decay": (HEAD.replace(", weight_decay=weight_decay", "") + MOVE, {}, "has no weight_decay among its defaults"),
     "a closure": (HEAD.replace("closure=None", "closure") + MOVE, {}, "its step needs a closure"),
-    "no step": (HEAD.replace("def step", "def steps") + MOVE, {}, "NotImplementedError"),
-    "abstract": (
-        "import abc, torch\nclass Mine(torch.optim.Optimizer, abc.ABC):\n    def __init__(self, params, lr): pass\n"
-        "    @abc.abstractmethod\n    def step(self): ...\n",
-        *({}, "abstract"),
-    ),
     "no optimizer": ("class Mine:\n    pass\n", {}, "must be a class derived from torch.optim.Optimizer"),
-    "misspelt option": (HEAD + MOVE, {"powr": 1.0}, "did you mean optimizer.options.power?"),
     "a key as an option": (HEAD + MOVE, {"lr": 0.1}, "optimizer.options.lr: set optimizer.lr instead"),
 }
 
@@ -83,37 +58,21 @@ def faults_of(config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_optimizer_is_one_message_with_its_class_and_line(case, tmp_path, monkeypatch):
+def test_a_wrong_optimizer_is_one_message_with_its_class_and_line(case, own_module):
     text, options, said = WRONG[case]
-    module = f"wrong_optimizer_{list(WRONG).index(case)}"
-    file = tmp_path / f"{module}.py"
-    file.write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (fault,) = faults_of(configured(f"{module}:Mine", options=options))
+    file = own_module(text)
+    (fault,) = faults_of(configured("own_code:Mine", options=options))
     assert said.replace("MODULE", str(file)) in fault
-    named = fault.startswith(f'optimizer.name = "{module}:Mine"') and f"({file}, line " in fault
+    named = fault.startswith('optimizer.name = "own_code:Mine"') and f"({file}, line " in fault
     assert named or fault.startswith("optimizer.options")
 
 
-OF_TORCH = {
-    "SGD": {"momentum": 0.9, "nesterov": True},
-    "RAdam": {},
-    "NAdam": {"betas": [0.9, 0.99]},
-    "RMSprop": {"momentum": 0.5},
-    "Adagrad": {},
-    "Adafactor": 'state["row_var"]',
-    "LBFGS": "its step needs a closure",
-    "Rprop": "has no weight_decay among its defaults",
-    "Muon": "only supports 2D parameters",
-}
+OF_TORCH = {"SGD": {"momentum": 0.9, "nesterov": True}, "RAdam": {}, "NAdam": {"betas": [0.9, 0.99]}}
 
 
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_a_class_of_pytorch_works_or_is_refused_with_the_reason(name):
-    expected = OF_TORCH[name]
-    refused = isinstance(expected, str)
-    found = faults_of(configured(f"torch.optim:{name}", options={} if refused else expected))
-    assert (expected in found[0]) if refused else found == []
+def test_a_class_of_pytorch_that_the_guide_names_is_not_refused(name):
+    assert faults_of(configured(f"torch.optim:{name}", options=OF_TORCH[name])) == []
 
 
 def test_decays_of_groups_need_a_class_that_takes_them():
@@ -149,11 +108,6 @@ def test_verify_names_the_file_and_line_of_the_class_if_meshes_differ():
     assert own_parts(config_of({})) == []
 
 
-def test_the_code_of_the_class_belongs_to_the_run():
-    assert "tests.own.parts" in source_of_parts(configured("tests.own.parts:Lion"))
-    assert source_of_parts(configured("torch.optim:SGD")) == {}
-
-
 def test_the_class_gets_rate_and_decay_of_each_group(group_of_one):
     config = configured(
         "tests.own.parts:Lion", weight_decay=0.3, groups=[{"pattern": "embed.*", "lr": 0.5, "weight_decay": 0.0}]
@@ -162,4 +116,3 @@ def test_the_class_gets_rate_and_decay_of_each_group(group_of_one):
     build.set_lr(optimizer, 0.01)
     found = {name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]}
     assert found["embed.weight"] == (0.005, 0.0) and found["layers.0.attention.wq.weight"] == (0.01, 0.3)
-    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults["fused"] is False

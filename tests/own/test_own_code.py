@@ -1,27 +1,29 @@
 """metrics.extra and hooks.modules: their effect on every mesh, what is refused, and the code as part of a run."""
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, full_run, mesh_of, trajectory
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run, run_config, stored
 from tests.distributed.test_variants import FLOAT8, STAGES, rounded
 from tests.own import watching
+from tests.own.parts import head_entropy
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
+from titanlite.loop.loss import to_microbatch
 from titanlite.loop.own_code import OwnCode, faults
 from titanlite.loop.step import build_model
+from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
 from titanlite.registry.own import check_trust, source_of_parts
 
-METRICS = {"extra": ["tests.own.parts:mean_square", "tests.own.parts:logit_entropy"]}
+METRICS = {"extra": [f"tests.own.parts:{name}" for name in ("mean_square", "logit_entropy", "head_entropy")]}
 
 
 def with_own_code(metrics: dict[str, Any] | None = None, hooks: list[str] | None = None) -> Config:
@@ -29,25 +31,18 @@ def with_own_code(metrics: dict[str, Any] | None = None, hooks: list[str] | None
 
 
 def watched_run(degrees: Degrees, folder: Path) -> list[str]:
-    """The calls of a run's hooks, on each rank."""
-    config = run_config(
-        degrees,
-        folder,
-        4,
-        checkpoint={"interval": 2},
-        training={"local_batch_size": 4},
-        hooks={"modules": ["tests.own.watching"]},
-    )
+    """The calls of a run's hooks, on each rank. The family normalizes queries, so that heads differ from the first step on."""
+    keys = {"checkpoint": {"interval": 2}, "training": {"local_batch_size": 4}, "hooks": {"modules": ["tests.own.watching"]}}
+    config = run_config(degrees, folder, 4, model={"name": "tests.tiny_qwen3"}, **keys)
     full_run(degrees, config.model_copy(update={"metrics": config.metrics.model_copy(update={**METRICS, "log_freq": 2})}))
     return watching.CALLS
 
 
 def test_metrics_and_hooks_work_on_every_mesh(pools, tmp_path):
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, degrees in {"one": ONE, "2 x 2": TWO_BY_TWO, "stages": STAGES}.items():
-        split = {**degrees} if name != "2 x 2" else TWO_BY_TWO
-        calls = pools[ranks_of(split)].run(f"{__name__}:watched_run", degrees=split, folder=tmp_path / name)
-        assert calls == [calls[0]] * ranks_of(split)
+    for name, degrees in {"one": ONE, "2 x 2": TWO_BY_TWO, "cp 2": {"cp": 2}, "stages": STAGES}.items():
+        calls = pools[ranks_of(degrees)].run(f"{__name__}:watched_run", degrees=degrees, folder=tmp_path / name)
+        assert calls == [calls[0]] * ranks_of(degrees)
         assert calls[0] == [
             *("after_building True", "after_step 1", "at_report 1 True", "after_step 2", "at_report 2 True"),
             *("at_save 2 step-00000002", "after_step 3", "after_step 4", "at_report 4 True", "at_save 4 step-00000004"),
@@ -56,15 +51,36 @@ def test_metrics_and_hooks_work_on_every_mesh(pools, tmp_path):
         found[name] = reports(tmp_path / name)
         assert [report["extra/calls"] for report in found[name]] == [3, 5, 9]
         assert all(report["extra/not_finite"] is None and report["extra/nothing"] is None for report in found[name])
-    for name in ("2 x 2", "stages"):
-        for report, expected in zip(found[name], found["one"], strict=True):
-            for key in [
-                key for key in expected if key.startswith("extra/mean") or (key == "extra/logit_entropy" and name == "2 x 2")
-            ]:
-                assert report[key] == pytest.approx(expected[key], rel=1e-5), (name, key)
+    everywhere = ("extra/mean_square", "extra/head_entropy")
+    for name in ("2 x 2", "cp 2", "stages"):
+        keys = everywhere if name == "stages" else (*everywhere, "extra/logit_entropy")
+        for report, of_one in zip(found[name], found["one"], strict=True):
+            expected = {key: value for key, value in of_one.items() if key.startswith(keys)}
+            assert {key: report[key] for key in expected} == pytest.approx(expected, rel=1e-5), name
     assert "extra/mean_square/layers.1.ffn.w2.weight" in found["one"][0]
     assert "extra/logit_entropy" not in found["stages"][0]  # no stage can run on its own
     assert 1 < found["one"][0]["extra/logit_entropy"] < 6.24  # log 512
+    of_heads = [value for key, value in found["one"][0].items() if key.startswith("extra/head_entropy")]
+    assert len(of_heads) == 16 and len({round(value, 4) for value in of_heads}) > 12
+
+
+def uniform() -> tuple[dict[str, tuple[float, int]], float]:
+    """The metric of a model whose heads attend uniformly to all tokens of a document, and the expected entropy."""
+    config = config_of(ONE, training={"document_mask": True})
+    model = build_model(family_of(config.model), config, mesh_of(ONE), CPU)
+    batch = first_microbatch(config, mesh_of(ONE))
+    of_two = torch.arange(batch.inputs().shape[-1]).expand_as(batch.inputs()) // 20
+    part = to_microbatch(model, batch._replace(documents=of_two.int()))
+    for layer in model.layers.values():
+        layer.attention.wq.weight.data.zero_()
+    with evaluating(model):
+        return head_entropy(model, [part], every=1), (part.seq.positions + 1.0).log().mean().item()
+
+
+def test_attention_to_all_tokens_alike_has_the_entropy_of_their_number(pools):
+    ((found, expected),) = pools[1].run(f"{__name__}:uniform")
+    assert len(found) == 16
+    assert [total / count for total, count in found.values()] == pytest.approx([expected] * 16, rel=1e-5)
 
 
 def test_weights_that_a_hook_sets_to_zero_move_again_with_remainders(pools, tmp_path):
@@ -84,9 +100,9 @@ def test_float8_gathers_the_weights_that_a_hook_has_left_as_a_resume_does(pools,
 
 def test_a_run_with_metrics_trains_as_one_without(pools, tmp_path):
     for folder, own in (("with", METRICS), ("without", {})):
-        config = run_config(TWO_BY_TWO, tmp_path / folder, 3)
+        config = run_config({"dp_shard": 2}, tmp_path / folder, 3)
         config = config.model_copy(update={"metrics": config.metrics.model_copy(update=own)})
-        pools[4].run("tests.distributed.scenarios:full_run", degrees=TWO_BY_TWO, config=config)
+        pools[2].run("tests.distributed.scenarios:full_run", degrees={"dp_shard": 2}, config=config)
     found, plain = reports(tmp_path / "with"), reports(tmp_path / "without")
     assert [(each["loss"], each["grad_norm"]) for each in found] == [(each["loss"], each["grad_norm"]) for each in plain]
     assert not any(key.startswith("extra") for key in plain[0])
@@ -107,94 +123,55 @@ def test_verify_and_replay_call_the_hooks_that_change_training(pools):
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-@pytest.fixture
-def wrong(tmp_path, monkeypatch):
-    """Writes the module `wrong_code`."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def write(text: str) -> None:
-        monkeypatch.delitem(sys.modules, "wrong_code", raising=False)
-        (tmp_path / "wrong_code.py").write_text(text)
-        importlib.invalidate_caches()
-
-    yield write
-    sys.modules.pop("wrong_code", None)
-
-
-HOOKS = {
-    "none": ("def report(step):\n    pass\n", r"has none of the functions after_building, .* \(.*wrong_code.py\)"),
-    "misspelt": (
-        "\ndef after_steps(step, model, optimizer):\n    pass\n",
-        r"after_steps is no hook; did you mean after_step.*line 2\)",
-    ),
-    "arguments": ("def at_save(step):\n    pass\n", r"at_save must take step, folder: too many .*wrong_code.py, line 1\)"),
-}
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_wrong_module_of_hooks_is_refused_before_the_start(name, wrong):
-    text, words = HOOKS[name]
-    wrong(text)
-    with pytest.raises(UserError, match=f'^hooks.modules = "wrong_code": {words}'):
-        faults(with_own_code(hooks=["wrong_code"]))
-
-
-SIGNATURES = {
-    "arguments": ("def f(model):\n    pass\n", {}, r'metrics.extra = "wrong_code:f": must take model, microbatches,.*line 1\)'),
-    "option": (
-        "def f(model, microbatches, rows=1):\n    pass\n",
-        {"f": {"row": 1}},
-        "metrics.extra_options.f.row: .* did you mean",
-    ),
-    "options of nothing": (
-        "def f(model, microbatches):\n    pass\n",
-        {"g": {}},
-        "metrics.extra_options.g: metrics.extra has no such",
+HOOK, METRIC = {"hooks": ["own_code"]}, "def f(model, microbatches, rows=1): pass\n"
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no hook": ("def report(step): pass\n", HOOK, "has none of the functions after_building, .*own_code.py"),
+    "a misspelt hook": ("\ndef after_steps(step): pass\n", HOOK, "after_steps is no hook; did you mean after_step.*line 2"),
+    "other arguments of a hook": ("def at_save(step): pass\n", HOOK, "at_save must take step, folder: too many .*, line 1"),
+    "a misspelt option": (METRIC, {"metrics": {"extra_options": {"f": {"row": 1}}}}, "extra_options.f.row: .* did you mean"),
+    "options of nothing": (METRIC, {"metrics": {"extra_options": {"g": {}}}}, "extra_options.g: "),
+    "two of one name": (
+        "def mean_square(model, microbatches): pass\n",
+        {"metrics": {"extra": ["tests.own.parts:mean_square", "own_code:mean_square"]}},
+        'two functions have the name "mean_square"',
     ),
 }
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_a_wrong_metric_is_refused_before_the_start(name, wrong):
-    text, options, words = SIGNATURES[name]
-    wrong(text)
-    with pytest.raises(UserError, match=f"^{words}"):
-        faults(with_own_code({"extra": ["wrong_code:f"], "extra_options": options}))
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_hooks_and_metrics_are_refused_before_the_start(case, own_module):
+    text, keys, words = REFUSED[case]
+    own_module(text)
+    metrics = {"extra": ["own_code:f"], **keys["metrics"]} if "metrics" in keys else {}
+    with pytest.raises(UserError, match=f"^(hooks|metrics).*{words}"):
+        faults(with_own_code(metrics, keys.get("hooks")))
 
 
 RESULTS = {
-    "raises": ("return 1 / 0", r"fails \(.*wrong_code.py, line 2\): ZeroDivisionError"),
-    "a string": ("return 'high'", r"returns 'high'; must be a dict .*wrong_code.py, line 1\)"),
-    "a string inside": ("return {'loss': 'high'}", r"returns {'loss': 'high'}; must be .*line 1\)"),
+    "raises": ("return 1 / 0", r"fails \(.*own_code.py, line 2\): ZeroDivisionError"),
     "a triple": ("return {'loss': (1, 2, 3)}", r"returns .*; must be .*line 1\)"),
     "a name of another one": ("return {'calls': 1.0}", 'returns "calls", as another function does'),
 }
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_wrong_result_is_one_message_with_file_and_line(name, wrong, group_of_one):
+def test_a_wrong_result_is_one_message_with_file_and_line(name, own_module, group_of_one):
     text, words = RESULTS[name]
-    config = with_own_code({"extra": ["wrong_code:f"]}, ["tests.own.watching"])
-    wrong(f"def f(model, microbatches):\n    {text}\n")
+    config = with_own_code({"extra": ["own_code:f"]}, ["tests.own.watching"])
+    own_module(f"def f(model, microbatches):\n    {text}\n")
     model = build_model(family_of(config.model), config, mesh_of(ONE), CPU)
     part = first_microbatch(config, mesh_of(ONE))
     batch = Batch(*(None if each is None else each[None] for each in part))
-    with pytest.raises(UserError, match=f'^metrics.extra = "wrong_code:f": {words}'):
+    with pytest.raises(UserError, match=f'^metrics.extra = "own_code:f": {words}'):
         OwnCode(config).values(1, {"loss": 1.0}, model, batch)
 
 
-def test_a_hook_that_raises_ends_the_run_with_its_line(wrong):
-    wrong("\ndef after_step(step, model, optimizer):\n    raise KeyError(step)\n")
+def test_a_hook_that_raises_ends_the_run_with_its_line(own_module):
+    own_module("\ndef after_step(step, model, optimizer):\n    raise KeyError(step)\n")
     with pytest.raises(
-        UserError, match=r'^hooks.modules = "wrong_code": after_step: fails \(.*wrong_code.py, line 3\): KeyError\(7\)'
+        UserError, match=r'^hooks.modules = "own_code": after_step: fails \(.*own_code.py, line 3\): KeyError\(7\)'
     ):
-        OwnCode(with_own_code(hooks=["wrong_code"])).call("after_step", 7, None, None)
-
-
-def test_two_metrics_of_one_name_are_refused(wrong):
-    wrong("def mean_square(model, microbatches):\n    pass\n")
-    with pytest.raises(UserError, match='two functions have the name "mean_square"; rename one'):
-        faults(with_own_code({"extra": [METRICS["extra"][0], "wrong_code:mean_square"]}))
+        OwnCode(with_own_code(hooks=["own_code"])).call("after_step", 7, None, None)
 
 
 # ------------------------------------------------------------------------------------------------------ code of the run
