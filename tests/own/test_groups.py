@@ -1,16 +1,14 @@
 """[[optimizer.groups]]: rates and decays of parameters, and frozen parameters without gradient and state, on any mesh."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from models import llama3
 from tests.distributed.as_one import as_one_process
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, reports, resumes_bit_for_bit, run, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, resumes_once, run, stored
 from tests.distributed.test_variants import MOE, SPLIT
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
@@ -57,12 +55,10 @@ def test_each_parameter_has_the_rate_and_decay_of_the_first_entry_that_matches()
     assert {name.rpartition(".")[0] for name in named_state(optimizer, model)} == found.keys()
 
 
-@pytest.mark.parametrize("keys", [{"name": "AdamW"}, {"name": "Muon", "implementation": "for-loop"}], ids=str)
-def test_a_step_with_factors_is_that_of_an_optimizer_with_these_rates(keys, group_of_one):
-    """Every parameter's step equals that of a run in which all parameters have its rate and decay."""
-
+def test_a_step_of_muon_with_factors_is_that_of_a_run_whose_parameters_all_have_these_rates(group_of_one):
     def after(groups: list[dict[str, Any]], lr: float, decay: float) -> dict[str, torch.Tensor]:
-        config = config_of(ONE, optimizer={"groups": groups, "weight_decay": decay, **keys})
+        keys = {"name": "Muon", "implementation": "for-loop", "groups": groups, "weight_decay": decay}
+        config = config_of(ONE, optimizer=keys)
         model = on_meta(FAMILY, config).to_empty(device="cpu")
         torch.manual_seed(0)
         for p in model.parameters():
@@ -71,17 +67,13 @@ def test_a_step_with_factors_is_that_of_an_optimizer_with_these_rates(keys, grou
         optimizer = build_optimizer(model, config.optimizer)
         set_lr(optimizer, lr)
         optimizer.step()
-        return {name: p.detach() for name, p in model.named_parameters()}
+        return {name: p.detach() for name, p in model.named_parameters() if p.ndim > 1}
 
     groups = [{"pattern": "layers.0.*", "lr": 0.5}, {"pattern": "layers.1.*", "weight_decay": 0.25}]
-    found = after(groups, 0.01, 0.5)
-    for name, value in found.items():
-        lr, decay = (0.005, 0.5) if "layers.0" in name else (0.01, 0.25 if "layers.1" in name else 0.5)
-        plain = (
-            after([], lr, decay)[name] if value.ndim > 1 else after([{"pattern": "*", "weight_decay": decay}], lr, 0.0)[name]
-        )
-        if value.ndim > 1 or "layers.1" in name:
-            torch.testing.assert_close(value, plain, rtol=1e-6, atol=1e-7)
+    expected = {"layers.0": after([], 0.005, 0.5), "layers.1": after([], 0.01, 0.25)}
+    others = after([], 0.01, 0.5)
+    for name, value in after(groups, 0.01, 0.5).items():
+        torch.testing.assert_close(value, expected.get(name[:8], others)[name], rtol=1e-6, atol=1e-7)
 
 
 def test_frozen_parameters_take_no_gradient_state_or_flops_in_predictions():
@@ -142,11 +134,9 @@ def test_a_stage_without_a_trained_block_and_muon_without_a_matrix_are_refused()
 def test_muon_runs_without_adamw_if_all_other_parameters_are_frozen(group_of_one):
     groups = [{"pattern": "layers.*.w?.weight"}, {"pattern": "*", "frozen": True}]
     config = with_keys(configured(groups), {"optimizer.name": "Muon", "optimizer.implementation": "for-loop"})
-    model = llama3.Model(FAMILY.config)
-    on = on_meta(FAMILY, config)
-    for p, meta in zip(model.parameters(), on.parameters(), strict=True):
+    model = on_meta(FAMILY, config).to_empty(device="cpu")
+    for p in model.parameters():
         torch.nn.init.normal_(p)
-        p.requires_grad_(meta.requires_grad)
         p.grad = torch.ones_like(p) if p.requires_grad else None
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = build_optimizer(model, config.optimizer)
@@ -161,9 +151,6 @@ def test_entries_are_read_from_a_file_and_from_the_command_line(tmp_path):
     assert [group.frozen for group in read_config(tmp_path / "run.toml", []).optimizer.groups] == [True]
     config = read_config(None, ['--optimizer.groups=[{ pattern = "*norm*", lr = 0.5 }]'])
     assert group_of("head.norm.weight", config.optimizer.groups).lr == 0.5
-    (tmp_path / "run.toml").write_text('[[optimizer.groups]]\npattern = "head.*"\nfreeze = true\n')
-    with pytest.raises(UserError, match=r"entry 1: freeze = true .run.toml.: .* did you mean frozen"):
-        read_config(tmp_path / "run.toml", [])
 
 
 # --------------------------------------------------------------------------------------------------------------- meshes
@@ -175,14 +162,12 @@ def experts_frozen() -> dict[str, Any]:
 
 # Mesh, keys, entries. Each is compared with one process.
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any], list[dict[str, Any]]]] = {
-    "2 x 2": (TWO_BY_TWO, {}, GROUPS),
     "2 x 2, a whole block and the embedding": (
         TWO_BY_TWO,
         {"flavor": "tied"},
         [{"pattern": "layers.0.*", "frozen": True}, {"pattern": "embed.*", "frozen": True}],
     ),
     "pp 2": ({"pp": 2}, {"training": {"local_batch_size": 2}}, GROUPS),
-    "cp 2": ({"cp": 2}, {}, GROUPS),
     "ep 2, experts": (SPLIT, experts_frozen(), [{"pattern": "layers.*.experts.*", "frozen": True}, *GROUPS[::2]]),
     "ep 2, routers": (SPLIT, experts_frozen(), [{"pattern": "layers.*.router.*", "frozen": True}, *GROUPS[::2]]),
     "adapters, 2 x 2": (TWO_BY_TWO, {"lora": {"enable": True, "rank": 4}}, [{"pattern": "*.lora_a", "frozen": True}]),
@@ -206,23 +191,15 @@ def test_losses_and_gradients_are_those_of_one_process_and_frozen_ones_have_none
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoint_has_no_state_of_frozen_parameters(pools, tmp_path):
     keys = {"optimizer": {"groups": GROUPS}}
-    found = resumes_bit_for_bit(pools, TWO_BY_TWO, tmp_path, **keys)
+    found = resumes_once(pools, TWO_BY_TWO, tmp_path, **keys)
     run(pools, TWO_BY_TWO, tmp_path / "moved", 4, **keys)
     run(pools, ONE, tmp_path / "moved", STEPS, **keys)
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert not any("ffn.w1" in name or "ffn.w3" in name for name in found if name.startswith("optimizer."))
     assert any("ffn.w2.weight.exp_avg" in name for name in found)
-    assert reports(tmp_path / "whole")[-1]["loss"] < reports(tmp_path / "whole")[0]["loss"]
-    assert math.isfinite(reports(tmp_path / "whole")[-1]["grad_norm"])
-
-
-def test_frozen_parameters_keep_their_values(pools, tmp_path):
-    for steps in (1, 4):
-        run(pools, ONE, tmp_path / str(steps), steps, optimizer={"groups": GROUPS})
-    early, late = stored(tmp_path / "1", 1), stored(tmp_path / "4", 4)
-    for name, tensor in early.items():
-        if name.startswith("model."):
-            assert torch.equal(late[name], tensor) == ("ffn.w1" in name or "ffn.w3" in name), name
+    early = stored(tmp_path / "whole", 10)
+    for name in [name for name in found if name.startswith("model.")]:
+        assert torch.equal(found[name], early[name]) == ("ffn.w1" in name or "ffn.w3" in name), name
 
 
 def test_a_resume_that_unfreezes_parameters_names_the_missing_state_and_the_remedy(pools, tmp_path):
@@ -231,11 +208,8 @@ def test_a_resume_that_unfreezes_parameters_names_the_missing_state_and_the_reme
     with pytest.raises(WorkerFailure, match=r"(?s)optimizer\.groups = .*--checkpoint\.allow_changes optimizer\.groups"):
         run(pools, ONE, tmp_path, 5, **thawed)
     allowed = {"allow_changes": ["optimizer.groups"]}
-    with pytest.raises(
-        WorkerFailure, match=r"optimizer\.layers\.0\.ffn\.w1\.weight\.exp_avg: not in the checkpoint"
-    ) as refused:
+    with pytest.raises(WorkerFailure, match=r"(?s)ffn\.w1\.weight\.exp_avg: not in.*checkpoint.exclude_from_loading"):
         run(pools, ONE, tmp_path, 5, checkpoint=allowed, **thawed)
-    assert "checkpoint.exclude_from_loading" in str(refused.value)
     excluded = ["optimizer.layers.*.ffn.w[13].*"]
     run(pools, ONE, tmp_path, 5, checkpoint={**allowed, "exclude_from_loading": excluded}, **thawed)
     assert any("ffn.w1" in name for name in stored(tmp_path, 5) if name.startswith("optimizer."))

@@ -43,16 +43,13 @@ def factors_of(config: Config) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------- factors
 
 
-def test_rates_of_matrices_decrease_with_the_width_and_groups_multiply_them():
+def test_rates_of_matrices_routers_and_experts_decrease_with_the_width_and_groups_multiply_them():
     """Width 64 with base 16: a quarter, and half of that for layer 0, whose entry has lr = 0.5."""
     found = factors_of(configured(optimizer={"groups": [{"pattern": "layers.0.*", "lr": 0.5}]}))
     assert found["layers.1.attention.wq.weight"] == found["layers.1.ffn.w2.weight"] == found["head.output.weight"] == 0.25
     assert found["layers.0.attention.wo.weight"] == 0.125
     assert found["embed.weight"] == found["head.norm.weight"] == found["layers.1.ffn_norm.weight"] == 1.0
     assert found["layers.0.ffn_norm.weight"] == 0.5
-
-
-def test_routers_and_experts_have_rates_of_matrices():
     found = factors_of(configured("qwen3_moe", MOE))
     assert found["layers.0.ffn.router.weight"] == found["layers.1.ffn.experts.w2"] == 0.25
 
@@ -63,7 +60,7 @@ def test_muon_scales_matrices_by_the_root_of_the_factor_and_routers_and_the_head
     assert (found["layers.0.ffn.router.weight"], found["head.output.weight"], found["embed.weight"]) == (0.25, 0.25, 1.0)
 
 
-@pytest.mark.parametrize(("name", "overrides"), [("llama3", DENSE), ("qwen3", DENSE), ("qwen3_moe", MOE)])
+@pytest.mark.parametrize(("name", "overrides"), [("llama3", DENSE), ("qwen3_moe", MOE)])
 def test_initial_deviations_decrease_with_the_root_of_the_width_and_those_of_outputs_with_the_width(name, overrides):
     found, faults = match_initial((family := load_family(name, "debug", overrides=overrides)).on_meta(), family)
     assert faults == []
@@ -108,8 +105,6 @@ def changed(**parts: Any) -> Family:
 
 REFUSED = [
     ({"lr_scale": {"layers.*.wx.weight": 0.5}}, "lr_scale: the pattern 'layers.*.wx.weight' matches nothing"),
-    ({"init_scale": {"layers.*.wx.weight": 0.5}}, "init_scale: the pattern 'layers.*.wx.weight' matches nothing"),
-    ({"lr_scale": {"embed.*": 0.0}}, "lr_scale: the pattern 'embed.*' has 0.0"),
     ({"init_scale": {"embed.*": float("nan")}}, "init_scale: the pattern 'embed.*' has nan"),
     ({"init_scale": {"*norm.weight": 0.5}}, "init_scale: layers.*.attention_norm.weight is neither Normal nor Uniform"),
 ]
@@ -160,8 +155,7 @@ def test_activations_keep_their_size_with_mup_and_grow_without():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [llama3, qwen3_moe])
-def test_the_coordinate_check_finds_a_rate_that_does_not_decrease(module, monkeypatch):
-    monkeypatch.setattr(module, "lr_scale", lambda config: {"*": 1.0})
-    family = load_family(module.__name__.rpartition(".")[2], "debug", overrides={"mup_base_dim": 64, "n_layers": 2})
+def test_the_coordinate_check_finds_a_rate_that_does_not_decrease(monkeypatch):
+    monkeypatch.setattr(qwen3_moe, "lr_scale", lambda config: {"*": 1.0})
+    family = load_family("qwen3_moe", "debug", overrides={"mup_base_dim": 64, "n_layers": 2})
     assert growing(measure(family))
