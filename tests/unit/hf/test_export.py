@@ -19,6 +19,7 @@ from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
 from titanlite.registry.description import read_description
 from titanlite.registry.family import described, load_family
+from titanlite.transforms.parameters import is_tied
 from titanlite.verify.facts import logit_faults, shape_faults
 
 
@@ -87,6 +88,12 @@ def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(po
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
     assert_logits_agree(read(tmp_path / "out", *case), theirs, load_family(*case).config.vocab_size)
     assert shape_faults(load_family(*case)) == logit_faults(load_family(*case)) == []
+
+
+def test_a_family_whose_tie_config_json_knows_has_the_tensors_of_transformers():
+    family = load_family("tests.tiny", "tied")
+    assert is_tied(family.on_meta())
+    assert shape_faults(family) == logit_faults(family) == []
 
 
 def test_the_export_and_its_config_json_have_the_requested_dtype(sources, imported, tmp_path):
