@@ -22,12 +22,8 @@ from titanlite.ground.errors import UserError
 from titanlite.loop.loss import summed_loss
 from titanlite.registry.family import vocabulary_of
 
+pytestmark = pytest.mark.usefixtures("cache")
 BEGIN, BOTH = "<s> $A", "<s> $A </s>"
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
 
 
 def assets(folder: Path, single: str = BEGIN, **settings: object) -> Path:
