@@ -13,7 +13,7 @@ import pytest
 
 from tests.raw_files import CHAT, TEXTS, contents, faults_in, json_lines, read_all, save_dataset, write_packed, write_table
 from titanlite.data.prepare import documents, open_files
-from titanlite.data.prepare.documents import group, list_inputs, stdlib_files
+from titanlite.data.prepare.documents import list_inputs, stdlib_files
 from titanlite.data.prepare.readers import Bad, Document, describe_location
 from titanlite.ground.errors import UserError
 
@@ -244,19 +244,6 @@ def test_stdlib_is_listed_sorted_without_tests_and_is_all_readable():
     files = stdlib_files()
     assert files == sorted(files)
     assert len(files) > 300 and len(contents(*files)) == len(files)
-
-
-def test_units_contain_all_parts_in_order_and_have_similar_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_SMALLEST", 100)
-    monkeypatch.setattr(documents, "_UNITS", 10)
-    for number in range(50):
-        (tmp_path / f"{number:02d}.txt").write_text("x" * (number + 1))
-    (tmp_path / "30.jsonl").write_bytes(json_lines(["y" * 50] * 20))
-    parts = [part for entry in list_inputs([str(tmp_path)]) for part in entry.parts]
-    units = group(parts)
-    assert [part for unit in units for part in unit] == parts
-    target = documents.unit_size(sum(part.size for part in parts))
-    assert all(sum(part.size for part in unit) <= target or len(unit) == 1 for unit in units) and len(units) < 25
 
 
 # ---------------------------------------------------------------------------------------------- datasets by name, URLs
