@@ -11,8 +11,7 @@ from benchmarks.code_size import code_lines
 from benchmarks.curves import LAST, REFERENCE, ROOT, RUNS
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.estimates import estimate_gib
-from benchmarks.gpu.plan import OTHER_SESSIONS, PARTS, SECONDS, named, options_of, training_runs, words_of
-from benchmarks.gpu.runs import RunIdentity, carry_out
+from benchmarks.gpu.plan import PARTS, named, options_of, training_runs, words_of
 from models import llama3
 from tests.repetitions import slow_but
 from titanlite.config.read import read_config
@@ -35,7 +34,6 @@ def test_a_script_starts(script, monkeypatch, capsys):
 
 def test_code_size_counts_lines_with_code():
     assert code_lines('"""One\ntwo."""\n\n# comment\nx = 1  # another\n') == 1
-    assert code_lines("class A:\n    '''Doc.'''\n\n    x: int = 0\n    '''What x is.'''\n") == 2
     assert code_lines("def f(\n    a,\n\n    b,\n):\n    return '''a\n        b'''\n") == 6
 
 
@@ -46,38 +44,25 @@ def test_every_training_run_for_gpus_is_a_valid_configuration(rehearse):
         assert config.model.flavor == "debug" or not rehearse, name
 
 
-def test_the_plan_for_a_gpu_takes_half_an_hour():
-    first = [run for part in PARTS if part.name not in OTHER_SESSIONS for run in part.runs]
-    assert all(run.expected <= run.seconds and run.gpus == 1 for run in first)
-    assert sum(run.expected for run in first) <= SECONDS
-    assert [part.name for part in PARTS][-len(OTHER_SESSIONS) :] == list(OTHER_SESSIONS), "they come last"
-
-
 _TRAINED = training_runs(PARTS)
-# for each model and kind of memory, the run that needs the most
+# for each kind of memory, the run that needs the most
 _LARGEST = (
-    *("8b/4k batch 4", "8b/4k batch 8 selective", "8b/8k batch 2", "8b-float32/4k batch 2 full", "documents/8b 4k batch 4"),
-    *("1b-3b/3b batch 4 none", "float8/8k batch 2 tensorwise", "moe/olmoe batch 4", "moe/qwen3 30b-a3b adapters"),
-    *("moe/gemma 2 9b", "qwen/1k batch 16"),
+    *("8b/4k batch 4", "8b-float32/4k batch 2 full", "documents/8b 4k batch 4", "float8/8k batch 2 tensorwise"),
+    *("moe/qwen3 30b-a3b adapters", "moe/gemma 2 9b"),
 )
 
 
-@pytest.mark.parametrize("name", slow_but(_LARGEST[:2], _LARGEST))
+@pytest.mark.parametrize("name", slow_but(_LARGEST[:1], _LARGEST))
 def test_the_largest_training_runs_for_gpus_fit_by_their_estimates(name):
     found = estimate_gib(_TRAINED[name], 1, rehearse=False)
     assert found["fits"], found
 
 
+@pytest.mark.slow
 def test_a_training_run_that_a_gpu_cannot_hold_is_found():
     run = _TRAINED["8b/4k batch 4"]
     found = estimate_gib(run._replace(options=run.options | {"training.local_batch_size": 6}), 1, rehearse=False)
     assert not found["fits"], found
-
-
-def test_a_run_that_needs_more_gpus_is_left_out_and_says_so(tmp_path):
-    run = _TRAINED["several-gpus/olmoe batch 2"]
-    result = carry_out(run, "several-gpus", RunIdentity(tmp_path, 1, False), 1.0)
-    assert (result["status"], result["reason"]) == ("left out", "needs 2 GPUs: --gpus 2")
 
 
 def test_every_loss_curve_is_a_configuration_without_faults_and_the_report_has_its_mean(tmp_path, monkeypatch):

@@ -6,14 +6,12 @@ import math
 import os
 import pickle
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
@@ -113,33 +111,32 @@ def test_only_names_that_a_real_checkpoint_needs_are_admitted(tmp_path):
     assert reading.asked == storage._ADMITTED | {("torch", str(kind).removeprefix("torch.")) for kind in kinds}
 
 
-def call(module: str, name: str, argument: str) -> dict[str, bytes]:
-    """Pickles that call something with a text, in the oldest and the newest protocol."""
-    words = [module.encode(), name.encode(), argument.encode()]
-    newest = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(word)]) + word for word in words[:2]) + b"\x93"
-    return {
-        "oldest": b"c" + words[0] + b"\n" + words[1] + b"\n(V" + words[2] + b"\ntR.",
-        "newest": newest + b"\x8c" + bytes([len(words[2])]) + words[2] + b"\x85R.",
-    }
+def call(module: str, name: str, argument: str) -> bytes:
+    """A pickle that calls something with a text, in the newest protocol."""
+    name_of, found, called = b"\x8c", b"\x93", b"\x85R."
+    words = [name_of + bytes([len(word)]) + word.encode() for word in (module, name, argument)]
+    return b"\x80\x04" + words[0] + words[1] + found + words[2] + called
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("os", "system"),
         ("builtins", "getattr"),
         ("torch.serialization", "os.system"),  # a dotted name reaches what the module has imported
         ("torch.distributed.checkpoint.filesystem", "FileSystemReader"),
-        ("titanlite.checkpoint.storage", "pickle.loads"),
     ],
 )
-@pytest.mark.parametrize("protocol", ["oldest", "newest"])
-def test_metadata_with_any_other_name_is_refused_with_that_name(source, module, name, protocol):
-    put(source, METADATA, call(module, name, "true")[protocol])
-    what = f"references {module}.{name}" if protocol == "newest" else "has the opcode GLOBAL"
+def test_metadata_with_any_other_name_is_refused_with_that_name(source, module, name):
+    put(source, METADATA, call(module, name, "true"))
     with pytest.raises(Damaged) as raised:
         load.verified(source)
-    assert f"{source / METADATA}: is refused: it {what}, which no titanlite checkpoint has" in str(raised.value)
+    assert f"{source / METADATA}: is refused: it references {module}.{name}, " in str(raised.value)
+
+
+def test_metadata_in_an_old_protocol_is_refused_with_its_opcode(source):
+    put(source, METADATA, b"cos\nsystem\n(Vtrue\ntR.")
+    with pytest.raises(Damaged, match="is refused: it has the opcode GLOBAL, "):
+        load.verified(source)
 
 
 # --------------------------------------------------------------------------------------------------- code in every file
@@ -173,9 +170,8 @@ def in_metadata(field: str) -> Callable[[Path, Evil], bytes]:
 
 WAYS: dict[str, Callable[[Path, Evil], bytes]] = {
     "pickle": lambda source, evil: pickle.dumps(evil),
-    "torch.save": lambda source, evil: saved(evil),
     "torch.save, beside a tensor": lambda source, evil: saved({"weight": torch.ones(3, 4), "more": evil}),
-    **{f"metadata, {field}": in_metadata(field) for field in ("tensors", "storage", "planner_data", "storage_meta", "version")},
+    **{f"metadata, {field}": in_metadata(field) for field in ("tensors", "storage", "planner_data")},
 }
 
 
@@ -256,7 +252,7 @@ def test_false_metadata_is_refused_before_any_tensor_is_read(source, lie):
     assert str(raised.value).startswith(f"{source / METADATA}: is refused: ") and LIES[lie][1] in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", f"../step-00000005/{DATA}", "a/b", "..", "", "a\0b"])
+@pytest.mark.parametrize("name", ["/dev/zero", f"../step-00000005/{DATA}", "..", "", "a\0b"])
 def test_a_manifest_that_lists_files_outside_the_checkpoint_is_refused_before_they_are_opened(source, name):
     found = manifest.read(source)
     manifest.write(source, Manifest(found.numbers, found.files | {name: FileDigest(0, "")}))
@@ -264,31 +260,13 @@ def test_a_manifest_that_lists_files_outside_the_checkpoint_is_refused_before_th
         load.verified(source)
 
 
-def test_dcp_syncs_all_of_every_file(tmp_path, monkeypatch):
-    """Data still in a buffer then would be missing after a power failure."""
-    synced = {}
-
-    def note(handle: int) -> None:
-        synced[Path(os.readlink(f"/proc/self/fd/{handle}")).name] = os.fstat(handle).st_size
-
-    monkeypatch.setattr(os, "fsync", note)
-    files: dict[str, FileDigest] = {}
-    writer = storage.Writer(tmp_path / "written", "step-00000001", files.update)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning that this is one process
-        dcp.save({"a": torch.arange(1000.0)}, storage_writer=writer, no_dist=True)
-    assert {name.removesuffix(".tmp"): size for name, size in synced.items()} == {n: c.bytes for n, c in files.items()}
-    assert METADATA in files
-
-
 # -------------------------------------------------------------------------------------------- files that hold no tensor
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
 @pytest.mark.parametrize(
-    "value", [{"model.weight": torch.ones(3, 4)}, [torch.ones(3, 4)], 5, None, "text", torch.ones(3, 4).numpy(), torch.ones(4)],
-    ids=["dict", "list", "number", "none", "text", "array", "tensor of another shape"],
-)  # fmt: skip
+    ("value", "zipped"),
+    [({"model.weight": torch.ones(3, 4)}, True), ("text", True), (torch.ones(4), True), (torch.ones(4), False)],
+)
 def test_a_stored_tensor_that_differs_from_its_metadata_is_refused(source, value, zipped):
     contents = saved(value, zipped)
     found = metadata_of(source)
@@ -304,14 +282,7 @@ def test_a_stored_tensor_that_differs_from_its_metadata_is_refused(source, value
 # --------------------------------------------------------------------------------------------------------- the manifest
 
 
-ENTRIES: dict[str, Any] = {
-    "step": 100,
-    "samples": 800,
-    "global_batch": 8,
-    "data": {"tokenizer": "8f0e", "sources": []},
-    "config": {"training": {"max_norm": math.inf}},
-    "architecture": {"dim": 64},
-}
+ENTRIES: dict[str, Any] = NUMBERS | {"step": 100, "config": {"training": {"max_norm": math.inf}}}
 FILES = {".metadata": FileDigest(5310, "8f" * 16), "__0_0.distcp": FileDigest(0, "a0" * 16)}
 
 
@@ -324,8 +295,8 @@ def written(tmp_path) -> bytes:
 
 # --------------------------------------------------------------------------------------------------------------- damage
 
-# Every single bit, pairs, a whole byte, and the change of one kind of line end into the other.
-PATTERNS = [*(1 << bit for bit in range(8)), 0x03, 0xFF, 0x07, 0xAA]
+# Single bits, a whole byte, and the change of one kind of line end into the other.
+PATTERNS = [0x01, 0x20, 0x80, 0xFF, 0x07]
 
 
 def test_every_changed_byte_is_detected(tmp_path, written):
@@ -356,11 +327,11 @@ def test_another_format_is_not_reported_as_damage(tmp_path, monkeypatch):
     assert not isinstance(raised.value, Damaged)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_manifest_without_a_number_that_a_run_needs_is_refused_by_its_name(tmp_path, name):
-    manifest.write(tmp_path, Manifest({key: value for key, value in ENTRIES.items() if key != name}, FILES))
-    with pytest.raises(Damaged, match=f"has no {name}"):
-        manifest.read(tmp_path)
+def test_a_manifest_without_a_number_that_a_run_needs_is_refused_by_its_name(tmp_path):
+    for name in ENTRIES:
+        manifest.write(tmp_path, Manifest({key: value for key, value in ENTRIES.items() if key != name}, FILES))
+        with pytest.raises(Damaged, match=f"has no {name}"):
+            manifest.read(tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------------- a file

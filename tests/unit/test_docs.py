@@ -13,7 +13,8 @@ from docs.site import reference
 from models import llama3
 from models.decoder import Limits
 from tests import words
-from titanlite.__main__ import COMMANDS, main
+from tests.hostile.arguments import run_command
+from titanlite.__main__ import COMMANDS
 from titanlite.config.schema import Config
 from titanlite.loop.own_code import OwnCode
 from titanlite.parallel.tensor import STYLES
@@ -144,11 +145,9 @@ def test_the_hook_for_weights_and_biases_reports_every_step(tmp_path, monkeypatc
     assert logged == [(7, {"loss": 1.5})]
 
 
-def test_an_unknown_command_is_refused_with_the_nearest_one_and_all_others(monkeypatch, capsys):
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["titanlite", "chek", "run.toml"])
+def test_an_unknown_command_is_refused_with_the_nearest_one_and_all_others(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main()
+        run_command("chek", "run.toml")
     found = capsys.readouterr().err
     assert found.startswith("titanlite chek: no such command; did you mean check?\n")
     assert [command for command in COMMANDS if f"\n  {command} " not in found] == []

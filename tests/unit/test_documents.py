@@ -13,7 +13,7 @@ import pytest
 
 from tests.raw_files import CHAT, TEXTS, contents, faults_in, json_lines, read_all, save_dataset, write_packed, write_table
 from titanlite.data.prepare import documents, open_files
-from titanlite.data.prepare.documents import group, list_inputs, stdlib_files
+from titanlite.data.prepare.documents import list_inputs, stdlib_files
 from titanlite.data.prepare.readers import Bad, Document, describe_location
 from titanlite.ground.errors import UserError
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("small_parts")
 # ---------------------------------------------------------------------------------------------------------------- lines
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "json", "json.gz"])
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "json"])
 def test_a_line_is_a_document_and_empty_lines_are_none(tmp_path, suffix):
     content = json_lines(TEXTS).replace(b"\n", b"\n\n  \r\n")
     assert contents(write_packed(tmp_path / f"a.{suffix}", content)) == TEXTS
 
 
-@pytest.mark.parametrize("ending", [b"", b"\n", b"\n\n"])
+@pytest.mark.parametrize("ending", [b"", b"\n\n"])
 def test_documents_and_line_numbers_do_not_depend_on_the_split_of_a_jsonl_file(tmp_path, monkeypatch, ending):
     lines = [json_lines([text]).strip() for text in (*TEXTS, "", "short", "naïve")]
     lines[2:2] = [b"", b"{broken"]
@@ -38,14 +38,14 @@ def test_documents_and_line_numbers_do_not_depend_on_the_split_of_a_jsonl_file(t
     monkeypatch.setattr(documents, "_UNITS", 1)
     whole = [found.content for found in read_all(path) if isinstance(found, Document)]
     assert len(whole) == 7
-    for size in (1, 2, 3, 7, 16, 50, 1000):
+    for size in (1, 3, 50):
         monkeypatch.setattr(documents, "_LARGEST", size)
         assert len(list_inputs([str(path)])[0].parts) == -(-path.stat().st_size // size)
         assert [found.content for found in read_all(path) if isinstance(found, Document)] == whole
         assert [place for place, _ in faults_in(path)] == [f"{path}, line 4", f"{path}, line {len(lines)}"]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "json"])
+@pytest.mark.parametrize("suffix", ["jsonl.zst", "json"])
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -81,8 +81,7 @@ def test_messages_are_a_chat_where_there_is_no_text(tmp_path):
 # ---------------------------------------------------------------------------------------------------- arrays and tables
 
 
-@pytest.mark.parametrize("suffix", ["json", "json.gz", "json.zst"])
-@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(("suffix", "indent"), [("json", None), ("json.gz", 1)])
 def test_a_json_array_is_a_document_an_entry_as_the_datasets_library_reads_it(tmp_path, suffix, indent, hub_cache):
     datasets = pytest.importorskip("datasets")
     content = "\n" + json.dumps([{"text": text, "id": number} for number, text in enumerate(TEXTS)], indent=indent)
@@ -96,8 +95,7 @@ def test_a_json_file_of_one_object_is_one_document(tmp_path):
     assert contents(write_packed(tmp_path / "a.json", b"\n \n")) == []
 
 
-@pytest.mark.parametrize("suffix", ["csv", "tsv", "csv.gz", "tsv.zst"])
-@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize(("suffix", "ending"), [("csv.gz", "\n"), ("tsv", "\r\n")])
 def test_a_row_of_csv_is_a_document_as_pyarrow_reads_it(tmp_path, suffix, ending):
     delimiter = "\t" if "tsv" in suffix else ","
     texts = ["plain", 'with "quotes", and\ta tab', "two\nlines\n\n", "", "naïve 🙂", "x" * 200_000]
@@ -130,8 +128,7 @@ def test_a_json_or_csv_file_of_no_documents_is_reported_with_entry_or_line(tmp_p
 _NOISE = [random.Random(number).randbytes(60).hex() for number in range(5000)]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "json.gz"])
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize(("suffix", "share"), [("jsonl.gz", 0.3), ("jsonl.zst", 0.9), ("json.gz", 0.5)])
 def test_a_truncated_compressed_file_gives_the_lines_before_its_end_and_says_where_that_is(tmp_path, suffix, share):
     path = write_packed(tmp_path / f"a.{suffix}", json_lines(_NOISE))
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
@@ -179,7 +176,7 @@ def test_a_text_file_is_one_document_whose_bytes_are_kept_compressed_or_not(tmp_
     assert contents(tmp_path) == [f"{name}\r\n\n" for name in ("a.txt", "b.md", "c.PY", "d.rst.gz", "e.txt.zst")]
 
 
-@pytest.mark.parametrize("name", ["a.log", "a.arrow", "a.html", "a.txt.bz2", "a.parquet.gz", "a.gz", "none", "a.jsonl~"])
+@pytest.mark.parametrize("name", ["a.log", "a.txt.bz2", "a.parquet.gz", "a.gz", "none", "a.jsonl~"])
 @pytest.mark.parametrize("url", ["", "file://"])
 def test_a_file_of_an_unknown_kind_is_refused_with_the_kinds_that_are_known(tmp_path, name, url):
     (tmp_path / name).write_text("text")
@@ -209,11 +206,7 @@ def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_p
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        ("c4", '"hub:allenai/c4:en" a dataset of the Hugging Face hub'),
-        ("openai/gsm8k", '"hub:openai/gsm8k" a dataset of the Hugging Face hub'),
-        ("nowhere", '"stdlib" is the built-in data'),
-    ],
+    [("c4", "hub:allenai/c4:en"), ("openai/gsm8k", "hub:openai/gsm8k"), ("nowhere", '"stdlib" is the built-in data')],
 )
 def test_a_name_that_is_not_a_file_is_refused_with_what_it_may_mean(name, words):
     with pytest.raises(UserError, match=f'training.dataset = "{name}": no such file or folder') as error:
@@ -231,13 +224,7 @@ def test_inputs_come_in_the_order_given_and_sorted_within_each_pattern_and_folde
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("none.txt", "no such file"),
-        ("*.none", "no file matches"),
-        ("empty", "has no files"),
-        ("file:///none/*.txt", "not found"),
-    ],
+    ("name", "words"), [("*.none", "no file matches"), ("empty", "has no files"), ("file:///none/*.txt", "not found")]
 )
 def test_an_input_without_files_is_refused_with_its_name(tmp_path, name, words):
     (tmp_path / "empty").mkdir()
@@ -257,19 +244,6 @@ def test_stdlib_is_listed_sorted_without_tests_and_is_all_readable():
     files = stdlib_files()
     assert files == sorted(files)
     assert len(files) > 300 and len(contents(*files)) == len(files)
-
-
-def test_units_contain_all_parts_in_order_and_have_similar_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_SMALLEST", 100)
-    monkeypatch.setattr(documents, "_UNITS", 10)
-    for number in range(50):
-        (tmp_path / f"{number:02d}.txt").write_text("x" * (number + 1))
-    (tmp_path / "30.jsonl").write_bytes(json_lines(["y" * 50] * 20))
-    parts = [part for entry in list_inputs([str(tmp_path)]) for part in entry.parts]
-    units = group(parts)
-    assert [part for unit in units for part in unit] == parts
-    target = documents.unit_size(sum(part.size for part in parts))
-    assert all(sum(part.size for part in unit) <= target or len(unit) == 1 for unit in units) and len(units) < 25
 
 
 # ---------------------------------------------------------------------------------------------- datasets by name, URLs

@@ -1,9 +1,11 @@
 """An export equals the imported model bit for bit, and transformers and the safetensors library read it."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,31 +24,59 @@ from titanlite.transforms.parameters import is_tied
 from titanlite.verify.facts import logit_faults, shape_faults
 
 
+class Exported(NamedTuple):
+    name: str
+    flavor: str
+    dtype: torch.dtype
+    source: Path
+    folder: Path
+
+
 def export(source: Path, *words, **keys) -> list[Path]:
     """An export whose command names the model's module, as in the checkpoint."""
     return exporting.export(source, *words, **keys, named=manifest.read(source).numbers["config"]["model"]["name"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "flavor"), CASES)
-def test_import_and_export_return_every_tensor_bit_for_bit(sources, imported, tmp_path, name, flavor, dtype):
-    before = tensors_of(sources(name, flavor, dtype))
-    files = export(imported(name, flavor, dtype), tmp_path / "out", shard_bytes=100_000)
-    after = tensors_of(tmp_path / "out")
-    contents = [list(load_file(file).values()) for file in files]
-    assert len(files) > 1 and all(len(held) == 1 or sum(t.nbytes for t in held) <= 100_000 for held in contents)
+@pytest.fixture(scope="module", params=enumerate(CASES), ids=lambda numbered: "-".join(numbered[1]))
+def exported(request, sources, imported, tmp_path_factory) -> Exported:
+    """Each family as an export in several files, every second one in bfloat16. Its config.json was read with every key that
+    transformers knows."""
+    number, (name, flavor) = request.param
+    dtype, folder = (torch.float32, torch.bfloat16)[number % 2], tmp_path_factory.mktemp("export")
+    family = load_family(name, flavor)
+    source = shutil.copytree(sources(name, flavor, dtype), folder / "source")
+    theirs = AutoConfig.for_model(**family.module.to_hf(family.config), eos_token_id=0, pad_token_id=None).to_dict()
+    (source / "config.json").write_text(json.dumps(theirs))
+    export(imported(name, flavor, dtype), folder / "out", shard_bytes=100_000, assets=str(source))
+    return Exported(name, flavor, dtype, source, folder / "out")
+
+
+def test_import_and_export_return_every_tensor_bit_for_bit(exported):
+    before, after = tensors_of(exported.source), tensors_of(exported.folder)
+    sizes = [[t.nbytes for t in load_file(file).values()] for file in sorted(exported.folder.glob("*.safetensors"))]
+    assert len(sizes) > 1 and all(len(held) == 1 or sum(held) <= 100_000 for held in sizes)
+    assert all(sum(one) + sum(other) > 100_000 for one, other in itertools.pairwise(sizes)), "one file would do"
     assert after.keys() == before.keys()
-    assert all(after[key].dtype == dtype and torch.equal(after[key], before[key]) for key in before)
-    index = json.loads((tmp_path / "out" / folders.INDEX).read_text())
-    assert index["metadata"]["total_size"] == sum(t.numel() * dtype.itemsize for t in before.values())
+    assert all(after[key].dtype == exported.dtype and torch.equal(after[key], before[key]) for key in before)
+    index = json.loads((exported.folder / folders.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * exported.dtype.itemsize for t in before.values())
 
 
-@pytest.mark.parametrize("shard", [10**9, 100_000], ids=["one file", "several files"])
-@pytest.mark.parametrize(("name", "flavor"), CASES)
-def test_transformers_loads_the_export_unchanged_and_gives_our_logits(imported, tmp_path, name, flavor, shard):
-    export(imported(name, flavor), tmp_path / "out", shard_bytes=shard)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
-    assert_logits_agree(read(tmp_path / "out", name, flavor), theirs, load_family(name, flavor).config.vocab_size)
+def test_transformers_loads_the_export_unchanged_and_gives_our_logits(exported):
+    theirs = AutoModelForCausalLM.from_pretrained(exported.folder, dtype=torch.float32)
+    ours = read(exported.folder, exported.name, exported.flavor)
+    assert_logits_agree(ours, theirs, load_family(exported.name, exported.flavor).config.vocab_size)
+
+
+def test_the_export_has_every_key_of_config_json_that_was_read(exported):
+    family, theirs = load_family(exported.name, exported.flavor), json.loads((exported.source / "config.json").read_text())
+    assert theirs["pad_token_id"] is None
+    description = read_description(exported.source)
+    described(family.module, description)
+    written = json.loads((exported.folder / "config.json").read_text())
+    read_keys = (description.used | {"bos_token_id", "eos_token_id", "pad_token_id"}) & theirs.keys() - {"rope_parameters"}
+    assert described(family.module, read_description(exported.folder)) == family.config  # also with its older name
+    assert {key: written.get(key, "missing") for key in read_keys} == {key: theirs[key] for key in read_keys}
 
 
 def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(pools, tmp_path):
@@ -62,26 +92,10 @@ def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(po
     assert shape_faults(load_family(*case)) == logit_faults(load_family(*case)) == []
 
 
-@pytest.mark.parametrize("case", [("tests.tiny", "tied"), ("gemma3", "debug")], ids="-".join)
-def test_a_family_whose_tie_config_json_knows_has_the_tensors_of_transformers(case):
-    assert is_tied(load_family(*case).on_meta())
-    assert shape_faults(load_family(*case)) == logit_faults(load_family(*case)) == []
-
-
-@pytest.mark.parametrize(("name", "flavor"), CASES)
-def test_the_export_has_every_key_of_config_json_that_was_read(sources, imported, tmp_path, name, flavor):
-    family = load_family(name, flavor)
-    shutil.copytree(sources(name, flavor), tmp_path / "source")
-    theirs = AutoConfig.for_model(**family.module.to_hf(family.config), eos_token_id=0, pad_token_id=None).to_dict()
-    assert theirs["pad_token_id"] is None
-    (tmp_path / "source/config.json").write_text(json.dumps(theirs))
-    description = read_description(tmp_path / "source")
-    described(family.module, description)
-    export(imported(name, flavor), tmp_path / "out", assets=str(tmp_path / "source"))
-    written = json.loads((tmp_path / "out/config.json").read_text())
-    read_keys = (description.used | {"bos_token_id", "eos_token_id", "pad_token_id"}) & theirs.keys() - {"rope_parameters"}
-    assert described(family.module, read_description(tmp_path / "out")) == family.config  # also with its older name
-    assert {key: written.get(key, "missing") for key in read_keys} == {key: theirs[key] for key in read_keys}
+def test_a_family_whose_tie_config_json_knows_has_the_tensors_of_transformers():
+    family = load_family("tests.tiny", "tied")
+    assert is_tied(family.on_meta())
+    assert shape_faults(family) == logit_faults(family) == []
 
 
 def test_the_export_and_its_config_json_have_the_requested_dtype(sources, imported, tmp_path):
@@ -112,12 +126,14 @@ def test_files_beside_the_runs_tokenizer_are_copied_and_its_ids_are_kept(pools, 
     assert (config["eos_token_id"], config["bos_token_id"], config["max_position_embeddings"]) == ([0, 3], 7, 99)
 
 
-def test_leftovers_of_a_killed_export_are_removed(imported, tmp_path):
+def test_leftovers_of_a_killed_export_are_removed_and_a_complete_one_is_kept(imported, tmp_path):
     (tmp_path / ".new.unfinished").mkdir()
     (tmp_path / ".new.unfinished/half.safetensors").touch()
     export(imported("tests.tiny", "plain"), tmp_path / "new")
     assert not (tmp_path / "new/half.safetensors").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    with pytest.raises(UserError, match="new: already exists"):
+        export(imported("tests.tiny", "plain"), tmp_path / "new")
 
 
 def test_a_family_that_has_changed_since_the_checkpoint_is_not_exported(imported, monkeypatch, tmp_path):

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 
 from models import llama3
 from tests import tiny
-from tests.hf_folders import CASES, NORM, change, of_files, read, remove, replace, tensors_of
+from tests.hf_folders import NORM, change, of_files, read, remove, replace, tensors_of
+from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
 from titanlite.hf import folder as folders
-from titanlite.hf.folder import each_expert, their_name, their_names
+from titanlite.loop.checks import check
 from titanlite.registry.family import load_family
 from titanlite.tools.open_model import recognize
 from titanlite.verify.facts import stored_tensors_of
@@ -29,28 +30,19 @@ def describe(folder: Path, config: llama3.Config, **changes) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("flavor", llama3.FLAVORS)
-def test_published_sizes_are_recognized_by_their_dimensions(tmp_path, flavor):
-    found = recognize(describe(tmp_path, llama3.FLAVORS[flavor]))
-    assert found[:2] == ("llama3", flavor) and found.family.config == llama3.FLAVORS[flavor]
-
-
-def test_an_unpublished_size_is_the_flavor_hf_and_trains_from_the_same_config_json(tmp_path):
+def test_published_sizes_are_recognized_by_their_dimensions_and_others_are_the_flavor_hf(tmp_path):
+    for flavor, published in llama3.FLAVORS.items():
+        found = recognize(describe(tmp_path, published))
+        assert found[:2] == ("llama3", flavor) and found.family.config == published
     config = dataclasses.replace(llama3.FLAVORS["1b"], n_layers=3)
-    found = recognize(describe(tmp_path, config))
-    assert found[:2] == ("llama3", "hf")
+    assert recognize(describe(tmp_path, config))[:2] == ("llama3", "hf")
     assert load_family("llama3", "hf", str(tmp_path)).config == config
-
-
-def test_a_fork_is_used_if_it_is_named(sources):
-    assert recognize(sources("tests.tiny", "tied"), "tests.tiny")[:2] == ("tests.tiny", "tied")
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "mistral"}, r"no family of models/ \(deepseek_v3: .*\) reads model_type .*--model"),
-        ({"hidden_act": "gelu"}, "models.llama3 cannot be built from it: .*gelu"),
         ({"hidden_size": ...}, "config.json: has no 'hidden_size', which models.llama3 needs"),
     ],
 )
@@ -76,30 +68,18 @@ def test_the_flavor_hf_needs_assets_and_its_name_is_reserved(tmp_path, monkeypat
         load_family("tests.tiny", "plain")
 
 
-def test_a_parameter_missing_from_the_table_is_named(monkeypatch):
-    monkeypatch.delitem(tiny.HF, "layers.{i}.ffn.w1.weight")
-    family = load_family("tests.tiny", "plain")
-    names = [name for name, _ in family.on_meta().named_parameters()]
-    with pytest.raises(UserError, match="HF has no name for layers"):
-        their_names(family, names)
-
-
 # ----------------------------------------------------------------------------------------------------------------- reading
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("name", "flavor"), CASES)
-def test_every_parameter_is_the_tensor_of_the_file(sources, monkeypatch, name, flavor, dtype):
+def test_every_parameter_is_the_tensor_of_the_file(sources, monkeypatch, dtype):
+    """tests/distributed/test_hf.py reads every family."""
     monkeypatch.setattr("titanlite.hf.load._CHUNK", 1000)  # several reads per tensor, the last one shorter
-    folder = sources(name, flavor, dtype)
-    model, stored = read(folder, name, flavor), tensors_of(folder)
-    module, names = load_family(name, flavor).module, set()
-    for ours, parameter in stored_tensors_of(model).items():
+    folder = sources("tests.tiny", "plain", dtype)
+    stored, module = tensors_of(folder), load_family("tests.tiny", "plain").module
+    for ours, parameter in stored_tensors_of(read(folder, "tests.tiny", "plain")).items():
         found = of_files(module, ours, parameter, stored)
-        assert found.dtype == dtype
-        assert torch.equal(parameter, found.float()), ours
-        names.update(part.name for part in each_expert(their_name(module, ours), parameter.shape))
-    assert names == stored.keys()
+        assert found.dtype == dtype and torch.equal(parameter, found.float()), ours
 
 
 def test_experts_that_are_missing_or_have_wrong_shapes_are_named_individually(sources, tmp_path):
@@ -121,10 +101,7 @@ def put(name: str) -> Callable[[Path], object]:
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (remove(QUERY), rf"  {QUERY} \(model.layers.1.attention.wq.weight\): is missing$"),
-    "misshaped": (replace(QUERY, lambda t: t[:-1].clone()), rf"{QUERY} .*\(63, 64\) in .*, \(64, 64\) in the model"),
     "not where the index says": (lambda folder: change(folder, NORM, lambda file: file.pop(NORM)), f"{NORM} .*: is missing$"),
-    "not in the index": (put("extra"), "  extra: in model-.*, but not in the model$"),
     "in two files": (put(QUERY), f"{QUERY}: in model-.* and in model-.*"),
 }
 
@@ -139,13 +116,15 @@ def test_faults_of_a_folder_are_named_before_any_tensor_is_read(source, monkeypa
         read(source, "tests.tiny", "plain")
 
 
-def test_all_faults_are_reported_together(source):
+def test_missing_misshaped_and_unknown_tensors_are_reported_together_before_any_is_read(source, monkeypatch):
+    monkeypatch.setattr("titanlite.hf.load._slice", None)
     for damage in (put("extra"), remove(QUERY, NORM), replace("lm_head.weight", lambda t: t[:5].clone())):
         damage(source)
     with pytest.raises(UserError) as raised:
         read(source, "tests.tiny", "plain")
     message = str(raised.value)
-    assert message.count("is missing") == 2 and "extra" in message
+    assert f"{QUERY} (model.layers.1.attention.wq.weight): is missing" in message
+    assert message.count("is missing") == 2 and "extra: in model-" in message
     assert "lm_head.weight (model.head.output.weight): (5, 64)" in message
 
 
@@ -174,3 +153,28 @@ def test_excluded_tensors_may_be_missing_and_a_pattern_without_effect_is_reporte
     assert model.head.output.weight.isnan().all() and not model.embed.weight.isnan().any()
     with pytest.raises(UserError, match=r"model\.haed"):
         read(source, "tests.tiny", "plain", ["model.haed.*"])
+
+
+# -------------------------------------------------------------------------------------------------------------------- runs
+
+FROM = {"checkpoint.enable": "true", "checkpoint.initial_load_path": "source"}
+FROM_HF = FROM | {"checkpoint.initial_load_in_hf": "true"}
+INTO_HF = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (FROM, "not a checkpoint.* set checkpoint.initial_load_in_hf = true"),
+        (FROM_HF | {"model.flavor": "scaled"}, r"other dimensions than tests.tiny scaled: rope_scaling = \[8.0, 1.0"),
+        (FROM_HF | {"checkpoint.initial_load_model_only": "false"}, "initial_load_in_hf = true: a folder in Hugging"),
+        (INTO_HF | {"model.name": "tests.tiny_dropout"}, "last_save_in_hf = true: tests.tiny_dropout: lacks HF, HF_TYPES"),
+    ],
+)
+def test_a_run_that_cannot_start_from_a_folder_or_end_with_one_is_refused_by_its_key(source, monkeypatch, keys, message):
+    monkeypatch.chdir(source.parent)
+    Path("data.txt").write_text("some text")
+    start = {"model.name": "tests.tiny", "model.flavor": "plain", "model.hf_assets_path": "source"}
+    options = {"training.dataset": "data.txt"} | start | keys
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        check(read_config(None, [f"--{key}={value}" for key, value in options.items()]), "run.toml", 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
+from tests.end_to_end.test_eval import TASKS, write_tasks
 from tests.hf_folders import write
 from titanlite.tools.harness import Harness
 from titanlite.tools.open_model import open_model
@@ -23,16 +24,6 @@ QUESTIONS = [
     {"context": "<s>one two", "answers": [" three", " x"], "right": 0},
     {"context": "a few words of text " * 9, "answers": ["one two", "three"], "right": 0},
 ]
-TASKS: dict[str, dict[str, Any]] = {
-    "likelihood": {"output_type": "loglikelihood", "doc_to_target": "{{answers[0]}}",
-                   "metric_list": [{"metric": "perplexity"}]},
-    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{context}}!",
-                "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
-    "choice": {"output_type": "multiple_choice", "doc_to_choice": "{{answers}}", "doc_to_target": "right",
-               "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
-    "written": {"output_type": "generate_until", "doc_to_target": "x", "metric_list": [{"metric": "exact_match"}],
-                "generation_kwargs": {"until": ["e "], "max_gen_toks": 9}},
-}  # fmt: skip
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
@@ -54,26 +45,22 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow  # the imports of lm-eval and its model take half a minute
-@pytest.mark.parametrize("begin", ["none", "named", "added"])
+@pytest.mark.parametrize("begin", ["named", "added"])
 def test_every_result_equals_that_of_lm_evals_own_model(pools, tmp_path, begin):
-    """begin: the bos_token does not exist, is only named, or is added before every text by the tokenizer."""
+    """begin: the bos_token is only named, or is added before every text by the tokenizer. tests/end_to_end/test_eval.py has
+    none.
+    """
     folder = write(tmp_path / "model", "tests.tiny", "plain")
-    tokenizer, settings = Tokenizer.from_file(str(folder / "tokenizer.json")), {"eos_token": "<|endoftext|>"}
-    if begin != "none":
-        tokenizer.add_special_tokens(["<s>"])
-        settings["bos_token"] = "<s>"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
     if begin == "added":
         special = [("<s>", tokenizer.token_to_id("<s>"))]
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=special)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tasks(folder)
     (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    (folder / "tasks").mkdir()
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "questions.jsonl")}}}
-    common = {**data, "test_split": "test", "doc_to_text": "{{context}}", "target_delimiter": ""}
-    for name, task in TASKS.items():
-        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}))
     [(ours, theirs)] = pools[1].run("tests.unit.hf.test_lm_eval:numbers", folder=folder)
     for question, mine, value in zip(QUESTIONS, *(found["responses"]["written"] for found in (ours, theirs)), strict=True):
         assert mine == value or not question["context"]  # `hf` continues an empty text behind the padding of its batch

@@ -18,7 +18,7 @@ from tests.hf_folders import NORM, assert_logits_agree, change_json, read, tenso
 from tests.quantized_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
 from titanlite.ground.errors import UserError
 from titanlite.hf.export import export
-from titanlite.hf.folder import find_weights, stored_tensors
+from titanlite.hf.folder import stored_tensors
 from titanlite.registry.family import load_family
 from titanlite.tools.open_model import recognize
 
@@ -40,7 +40,7 @@ def assert_slices_are_those_of(whole: torch.Tensor, folder, name: str) -> None:
         assert torch.equal(values, whole[box]), box
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (16, 24), (17, 23), (50, 100), (96, 48)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (50, 100), (96, 48)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_slice_of_float8_blocks_equals_that_of_the_full_tensor(tmp_path, shape, dtype):
     block = tuple(FLOAT8["weight_block_size"])
@@ -52,7 +52,7 @@ def test_any_slice_of_float8_blocks_equals_that_of_the_full_tensor(tmp_path, sha
     assert dtype == torch.bfloat16 or ((whole - weight).abs() <= weight.abs() / 16 + scales.max() * 2**-9).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 3), (4, 33, 2), (2, 64, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 33, 2)], ids=str)
 def test_any_slice_of_mxfp4_equals_that_of_the_full_tensor_and_of_transformers(tmp_path, shape):
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
@@ -84,11 +84,10 @@ def test_a_float8_folder_gives_the_logits_of_transformers(sources, tmp_path):
     assert_logits_agree(read(tmp_path / "even", DEEPSEEK, "plain"), theirs, 512)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_import_and_export_give_bfloat16_values_and_a_float32_bias(pools, float8, tmp_path, ranks):
+def test_import_and_export_give_bfloat16_values_and_a_float32_bias(pools, float8, tmp_path):
     folder, values = float8
     weights = tmp_path / "weights"
-    pools[ranks].run("tests.hf_folders:import_here", source=folder, output=weights, model=DEEPSEEK)
+    pools[2].run("tests.hf_folders:import_here", source=folder, output=weights, model=DEEPSEEK)
     for dtype in (None, torch.bfloat16):
         export(weights, tmp_path / str(dtype), dtype, named=DEEPSEEK)
         found = tensors_of(tmp_path / str(dtype))
@@ -147,16 +146,6 @@ def test_mxfp4_weights_are_dequantized_and_give_transformers_logits(sources, tmp
     assert_logits_agree(ours, theirs, 512)
 
 
-def test_any_slice_of_a_part_equals_that_of_the_full_tensor(sources):
-    family = load_family(GPT_OSS, "plain")
-    weights = find_weights(sources(GPT_OSS, "plain"), family, family.on_meta())
-    stored = tensors_of(sources(GPT_OSS, "plain"))
-    (entry,) = weights[f"model.{EXPERTS}.w3"]
-    whole = stored["model.layers.1.mlp.experts.gate_up_proj"][..., 1::2].transpose(1, 2)
-    for box in ((slice(0, 8), slice(0, 32), slice(0, 64)), (slice(3, 5), slice(7, 20), slice(1, 63)), (slice(7, 8),) * 3):
-        assert torch.equal(entry.read(box), whole[box])
-
-
 # -------------------------------------------------------------------------------------------------------------- what is wrong
 
 _Q = "model.layers.1.self_attn.q_a_proj.weight"
@@ -167,7 +156,6 @@ Tensors = dict[str, Tensor]
 FLOAT8_FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "no scale": (lambda t: t.pop(_Q_SCALE), rf"  {_Q_SCALE}: is missing, and {_Q} is float8$"),
     "no weight": (lambda t: t.pop(_Q), rf"{_Q_SCALE}: in model-.*, but {_Q} is not float8\n.*{_Q} .*: is missing$"),
-    "a weight that is not quantized": (lambda t: t.update({_Q: t[_Q].bfloat16()}), rf"{_Q_SCALE}: .* {_Q} is not float8$"),
     "scales of another shape": (lambda t: t.update({_Q_SCALE: t[_Q_SCALE].T.contiguous()}), rf"{_Q_SCALE}: \(3, 2\) in model-"),
     "a vector": (lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}), rf"{NORM}: \(64,\) in .*: only matrices"),
 }
