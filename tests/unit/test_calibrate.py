@@ -2,14 +2,13 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
-from titanlite.plan.calibrate import Measured, _link
-from titanlite.plan.time import Device, Job, device_named, ring, shipped_as
+from titanlite.plan.calibrate import Measured, _link, shortest_stretch
+from titanlite.plan.time import Choice, Device, Job, device_named, memory, ring, shipped_as, step
 from titanlite.tools import plan as tool
 from titanlite.tools.plan import read_job
 
@@ -31,9 +30,9 @@ ENTRY = Device(
 FLOAT32 = ["--training.mixed_precision_param", "float32", "--training.global_batch_size", "4"]
 
 
-def written(folder, entry: Device):
+def written(folder, entry: Device, name="mine"):
     file = folder / "device.toml"
-    file.write_text("\n".join(["[mine]", *(f"{key} = {json.dumps(value)}" for key, value in entry.model_dump().items())]))
+    file.write_text("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in entry.model_dump().items())]))
     return str(file)
 
 
@@ -46,7 +45,6 @@ def run(monkeypatch, *words: str) -> None:
     tool.main()
 
 
-@pytest.mark.slow
 def test_two_ranks_measure_an_entry_with_which_plan_finds_a_mesh(tmp_path, monkeypatch, capsys):
     file = str(tmp_path / "cpu.toml")
     run(monkeypatch, "--calibrate", file, "--ranks", "2", "--minutes", "0.01")
@@ -71,6 +69,13 @@ def test_links_are_recovered_from_the_times_of_collectives(tmp_path):
     assert bandwidth == pytest.approx(4.0, rel=0.02) and latency == pytest.approx(50e-6, rel=0.05)
 
 
+def test_on_a_cpu_an_operation_takes_what_it_takes_in_a_stretch_without_other_programs():
+    slow, quiet = [0.02, 0.03, 0.004, 0.05], [0.01, 0.012, 0.008, 0.01]  # the shortest one is among the slow ones
+    assert shortest_stretch([*quiet, *slow, *quiet, *quiet]) == pytest.approx(0.009)
+    assert shortest_stretch([0.3, 0.2]) == 0.2
+    assert shortest_stretch([1e-5, 3e-5]) == pytest.approx(2e-5)
+
+
 def test_several_gpus_are_refused_where_their_links_are_unknown(tmp_path, monkeypatch):
     alone = ENTRY.model_copy(update={"cpu_ranks": 0, "nvlink_gb_per_second": 0.0})
     with pytest.raises(UserError, match="nvlink_gb_per_second"):
@@ -81,14 +86,31 @@ def test_several_gpus_are_refused_where_their_links_are_unknown(tmp_path, monkey
         linked.check("mine", 16, 8)
 
 
-def test_a_gpu_has_the_links_of_its_shipped_entry_and_not_those_of_its_pcie_version():
-    assert (shipped_as("NVIDIA A100-SXM4-80GB"), shipped_as("NVIDIA H100 PCIe")) == ("a100", None)
+def test_a_cpu_hides_no_collectives_and_float32_has_twice_the_bytes(tmp_path):
+    on_cpu = job(written(tmp_path, ENTRY), *FLOAT32)
+    on_gpu = on_cpu._replace(device=ENTRY.model_copy(update={"cpu_ranks": 0}))
+    sharded = Choice(dp_shard=2)
+    assert step(on_cpu, sharded).fsdp > step(on_gpu, sharded).fsdp
+    short = on_cpu._replace(item=2)
+    assert ring(on_cpu, 2, 1, 0.0) > 0 and step(on_cpu, Choice(tp=2)).tp > step(short, Choice(tp=2)).tp
+    assert step(on_cpu, sharded).matmuls > 3 * step(short, sharded).matmuls, "bf16_tflops is four times float32_tflops"
+    assert memory(on_cpu, sharded) > memory(short, sharded)
+    assert on_cpu.device.reserve < on_gpu.device.reserve
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 PCIe", None), ("NVIDIA L4", None)],
+)
+def test_a_gpu_has_the_links_of_its_shipped_entry(name, key):
+    assert shipped_as(name) == key
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--calibrate", "new.toml", "--gpus", "2"], "--gpus"),
+        (["run.toml", "--calibrate", "new.toml"], "run.toml"),
         (["--calibrate", "new.json"], r"new\.json"),
         (["train_configs/llama_debug.toml", "--minutes", "2"], "--minutes"),
         (["train_configs/llama_debug.toml", "--device", "nowhere.toml", *FLOAT32], r"nowhere\.toml"),
@@ -100,7 +122,8 @@ def test_options_without_effect_or_missing_are_named(words, named, monkeypatch):
 
 
 def test_a_file_for_a_device_has_one_table(tmp_path):
-    path = Path(written(tmp_path, ENTRY))
-    path.write_text("\n".join([path.read_text(), path.read_text().replace("[mine]", "[other]")]))
+    path = tmp_path / "device.toml"
+    once = written(tmp_path, ENTRY) and path.read_text(encoding="utf-8")
+    path.write_text(once + "\n" + once.replace("[mine]", "[other]"), encoding="utf-8")
     with pytest.raises(UserError, match="2 tables"):
         device_named(str(path))

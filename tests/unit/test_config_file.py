@@ -2,14 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from tests.hostile.keys import FIELDS, as_option, other
 from titanlite.config.effects import Hardware
 from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Section
 from titanlite.ground.errors import HelpRequested, UserError
 from titanlite.tools.help import print_help
 
@@ -211,3 +211,10 @@ def test_keys_without_effect_are_comments_so_that_the_written_file_is_valid(tmp_
     again = read_config(write(tmp_path, text), [])
     assert not [key for key in again.idle(Hardware()) if key.refused]
     assert (again.parallelism.cpu_offload, again.parallelism.fsdp_prefetch) == (True, 2), "another machine may have a GPU"
+
+
+def test_every_key_must_have_a_condition():
+    with pytest.raises(TypeError, match="each key has one EffectiveWhen"):
+
+        class Forgotten(Section):
+            key: Annotated[int, "no condition"] = 1

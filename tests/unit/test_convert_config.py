@@ -11,12 +11,12 @@ from models import deepseek_v3, llama3, qwen3
 from tests.hostile.arguments import run_command
 from tests.torchtitan_files import FILES, settings, toml
 from titanlite.config.effects import Hardware
-from titanlite.config.read import read_config, toml_value
+from titanlite.config.read import KEYS, read_config, toml_value
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.ground.untrusted import parse_toml, read_toml
 from titanlite.loop.checks import check
 from titanlite.registry.family import family_of
-from titanlite.tools.convert_config import RENAMED, convert
+from titanlite.tools.convert_config import INSTEAD, RENAMED, convert
 
 ROOT = Path(__file__).parents[2]
 LETTERS = {name: letter for letter, name in FILES.items()}
@@ -126,3 +126,8 @@ def test_the_command_prints_the_file_or_writes_a_new_one_and_prints_nothing_else
         run_command("convert-config", str(theirs), *words)
         assert tuple(capfd.readouterr()) == (printed, "")
     assert new.read_text() == expected
+
+
+def test_the_tables_match_the_keys_that_titanlite_has_and_lacks():
+    assert set(RENAMED.values()) <= set(KEYS)
+    assert not (set(INSTEAD) | set(RENAMED)) & set(KEYS)
