@@ -93,37 +93,6 @@ def test_the_first_step_equals_pytorchs_in_float32_up_to_one_rounding(name, roun
 # ---------------------------------------------------------------------------------------------------------- as an optimizer
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_a_step_that_is_not_finite_changes_nothing_and_is_not_counted(rounding):
-    model = _model(5, 7)
-    optimizer = _optimizer(model, rounding=rounding, lr=0.1)
-    model.weight.grad = torch.randn(5, 7).bfloat16()
-    optimizer.step()
-    before = [model.weight.detach().clone(), *(value.clone() for value in named_state(optimizer, model).values())]
-    model.weight.grad = torch.full((5, 7), math.nan, dtype=torch.bfloat16)
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    after = [model.weight.detach(), *named_state(optimizer, model).values()]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    optimizer.found_inf = torch.zeros(())
-    model.weight.grad = torch.randn(5, 7).bfloat16()
-    optimizer.step()
-    assert optimizer.state[model.weight]["step"] == 2
-    assert not torch.equal(model.weight.detach(), before[0])
-
-
-def test_gradients_are_divided_by_grad_scale():
-    found = []
-    for scale in (1.0, 4.0):
-        model = _model(5, 7)
-        optimizer = _optimizer(model, eps=0.1)
-        optimizer.grad_scale = torch.tensor(scale)
-        model.weight.grad = torch.full((5, 7), 0.25 * scale, dtype=torch.bfloat16)
-        optimizer.step()
-        found.append(model.weight.detach())
-    assert torch.equal(*found)
-
-
 def test_random_bits_are_a_function_of_the_name_and_the_step():
     def moved(name: str, steps: int) -> torch.Tensor:
         model = nn.Module()

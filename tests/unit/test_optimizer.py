@@ -52,11 +52,6 @@ def _decayed(model: nn.Module, keys: Keys) -> set[str]:
 # ---------------------------------------------------------------------------------------------------------- weight decay
 
 
-def test_matrices_and_embeddings_decay_by_default_and_norms_do_not():
-    model = model_of()
-    assert _decayed(model, Keys()) == {name for name, _ in model.named_parameters() if "norm" not in name}
-
-
 def test_decay_parameters_is_a_pattern_of_names():
     attention = {f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
     assert _decayed(model_of(), Keys(decay_parameters=r"attention\.w")) == attention
@@ -124,8 +119,8 @@ def _optimizer(parameters: Iterable[nn.Parameter], fused: bool = False) -> torch
     return torch.optim.AdamW(parameters, fused=fused)
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1000.0, math.inf])
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
 @pytest.mark.parametrize("fused", [True, False])
 def test_clipping_equals_pytorchs(group_of_one, scale, max_norm, fused):
     ours = model_of()
