@@ -83,8 +83,7 @@ class _Shapes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 10, 29, 30, 31, 1000])
-@pytest.mark.parametrize("scale", [1.0, 1 / 24])
+@pytest.mark.parametrize(("chunk", "scale"), [(1, 1.0), (7, 1 / 24), (10, 1.0), (29, 1.0), (30, 1 / 24), (1000, 1.0)])
 def test_loss_and_gradients_equal_cross_entropy(chunk, scale):
     head, (hidden, labels) = _head(chunk), _inputs()
     wanted = _reference(head, hidden, labels, scale)
@@ -125,7 +124,7 @@ def test_a_frozen_part_gets_no_gradient_and_the_others_do(frozen):
     torch.testing.assert_close(gradients[0].double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 15])
+@pytest.mark.parametrize("chunk", [1, 7])
 def test_logits_exist_one_chunk_at_a_time_forward_and_backward(chunk):
     head, (hidden, labels) = _head(chunk), _inputs()
     with _Shapes() as made:
@@ -180,8 +179,7 @@ def test_chunks_are_equal_where_that_costs_little(most, size):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize(("softcap", "z_loss"), [(5.0, 0.0), (None, 1e-2), (5.0, 1e-2)])
 def test_z_loss_and_softcap_equal_their_formulas_compiled_or_not(compiled, softcap, z_loss):
     head, (hidden, labels) = _head(7), _inputs()
     head.softcap, head.z_loss = softcap, z_loss
