@@ -22,12 +22,10 @@ CPU = torch.device("cpu")
     ("measured", "named"),
     [
         (Measured(1.19, 120), ""),
-        (Measured(0.5, 50), ""),
         (Measured(1.0, 130), "more memory than predicted: unexplained"),
         (Measured(1.3, 100), "slower than it could be: unexplained"),
         (Measured(1.19, 100, data_wait=0.5, recompilations=9), ""),
         (Measured(2.0, 100, data_wait=0.3, recompilations=2), DATA),
-        (Measured(2.0, 100, data_wait=0.2), "unexplained"),
         (Measured(2.0, 100, data_wait=0.2, recompilations=2), COMPILED),
         (Measured(2.0, 100, clock=0.4), THROTTLED),
         (Measured(2.0, 100, clock=0.8), "unexplained"),
