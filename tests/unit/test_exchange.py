@@ -42,7 +42,7 @@ def counts_of(chosen: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def layouts() -> list[Layout]:
-    sizes = itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 30), (1, 2, 4), (0.01, 0.5, 1.5, 9.0))
+    sizes = itertools.product((1, 2, 5), (1, 4), (1, 30), (1, 3), (0.01, 0.5, 1.5, 9.0))
     return [
         Layout(ranks, experts, tokens, copies, max(1, int(factor * tokens * copies)))
         for ranks, experts, tokens, copies, factor in sizes
@@ -86,7 +86,9 @@ def check_chunk(layout: Layout, chosen: Tensor, of_ranks: tuple[Chunk, ...]) -> 
         assert this.rows <= layout.room
         numbers = torch.stack([chosen[pair] for pair in pairs]) if pairs else chosen[0, :0]
         own = numbers - rank * layout.experts
-        rows = Pairs.of(own.masked_fill((own < 0) | (own >= layout.experts), layout.experts), layout.experts, this.rows)
+        elsewhere = (own < 0) | (own >= layout.experts)
+        assert not elsewhere.all(-1).any(), "no token goes to a rank that has no expert for it"
+        rows = Pairs.of(own.masked_fill(elsewhere, layout.experts), layout.experts, this.rows)
         experts = own.flatten()[rows.chosen].tolist()
         assert len(experts) == this.rows and experts == sorted(experts)
         assert rows.ends.tolist() == [sum(each <= expert for each in experts) for expert in range(layout.experts)]
@@ -104,24 +106,8 @@ def test_balanced_tokens_are_divided_into_two_chunks_of_equal_work():
         assert abs(first.rows - second.rows) < 0.3 * first.rows
 
 
-def test_a_token_goes_once_to_each_rank_that_has_experts_for_it():
-    """Of 8 experts among 128 on 8 ranks, 5.3 are on different ranks on average: 8 (1 - C(112, 8) / C(128, 8))."""
-    layout = Layout(ranks=8, experts=16, tokens=4096, copies=8, capacity=49152)
-    chosen = chosen_of("random", layout, torch.Generator().manual_seed(0))
-    sent = counts_of(chosen, layout)[0][0].sum() / layout.tokens
-    assert abs(sent - 5.35) < 0.05
-
-
-def test_each_token_gets_the_sum_of_its_own_rows():
-    numbers = torch.tensor([[1, 3, 0], [3, 3, 3], [2, 1, 3]])  # 3 is none
-    pairs, rows = Pairs.of(numbers, 3, 4), torch.tensor([[1.0], [2.0], [4.0], [8.0], [torch.nan]])
-    assert pairs.tokens.tolist() == [0, 0, 2, 2] and pairs.ends.tolist() == [1, 3, 4]
-    assert pairs.sums(rows).tolist() == [[3.0], [0.0], [12.0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [8, 5])
-def test_what_is_packed_is_unpacked_bit_for_bit(dtype, dim):
-    x, numbers, mix = torch.randn(3, dim).to(dtype), torch.randint(0, 9, (3, 2), dtype=torch.int32), torch.randn(3, 2)
-    found = unpack(pack(x, numbers, mix), dim, dtype, torch.int32, torch.float32)
-    assert all(map(torch.equal, found, (x, numbers, mix)))
+def test_what_is_packed_is_unpacked_bit_for_bit():
+    for dtype, dim in ((torch.float32, 8), (torch.bfloat16, 8), (torch.bfloat16, 5)):
+        x, numbers, mix = torch.randn(3, dim).to(dtype), torch.randint(0, 9, (3, 2), dtype=torch.int32), torch.randn(3, 2)
+        found = unpack(pack(x, numbers, mix), dim, dtype, torch.int32, torch.float32)
+        assert all(map(torch.equal, found, (x, numbers, mix)))

@@ -9,8 +9,12 @@ from models.decoder import Decoder
 from titanlite.inference.generate import Sampling, draw, generate, score
 from titanlite.registry.family import load_module
 
-FORKS = ["parallel_block", "latent_attention", "value_residual", "linear_attention", "dense_mixture"]
-REPEATED = ["looped", "shared_attention"]  # an attention module runs several times in a pass
+FORKS = [
+    "latent_attention",
+    "value_residual",
+    "linear_attention",
+    "looped",  # an attention module runs several times in a pass
+]
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
 GREEDY = Sampling(temperature=0)
 
@@ -19,8 +23,9 @@ def tiny(name: str = "tests.tiny") -> Decoder:
     module = load_module(name)
     model = module.Model(module.FLAVORS["plain"])
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    for key, parameter in model.named_parameters():
+        of_branch = key.endswith("post_norm.weight")  # larger than the embedding, or the last token would repeat itself
+        torch.nn.init.normal_(parameter, mean=10.0 if of_branch else 0.0, std=0.3)
     return model
 
 
@@ -40,33 +45,22 @@ def logprob(model: Decoder, context: list[int], new: list[int]) -> float:
     return logits[len(context) - 1 :].gather(1, ids[0, len(context) :, None]).sum().item()
 
 
-def test_prompts_of_any_lengths_are_continued_as_each_alone_without_a_cache(monkeypatch):
-    monkeypatch.setattr(Cache, "_STEP", 8)
-    model = tiny()
-    assert generate(model, PROMPTS, 30, None, GREEDY) == [longhand(model, prompt, 30) for prompt in PROMPTS]
-
-
-def test_long_prompts_go_through_the_model_in_parts(monkeypatch):
-    monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)
-    model, widths = tiny(), []
-    model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
-    found = generate(model, PROMPTS, 3, None, GREEDY)
-    assert widths == [4, 4, 4, 2, 1, 1, 1]
-    assert found == [longhand(model, prompt, 3) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("fork", [*FORKS, *REPEATED])
-def test_forks_with_other_attention_or_a_recurrence_generate_and_score_as_without_a_cache(monkeypatch, fork):
+@pytest.mark.parametrize("module", ["tests.tiny", "tests.tiny_gemma3", *(f"tests.forks.right.{fork}" for fork in FORKS)])
+def test_texts_and_their_scores_are_those_without_a_cache_and_long_prompts_are_read_in_parts(monkeypatch, module):
     """Prompts of different lengths, a different one of which each prefill pass pads, and a cache that grows."""
     monkeypatch.setattr(Cache, "_STEP", 8)
     monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)
-    model = tiny(f"tests.forks.right.{fork}")
+    model, widths = tiny(module), []
+    model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
     texts = generate(model, PROMPTS, 12, None, GREEDY)
+    assert widths == [4, 4, 4, 2] + 12 * [1]
     assert texts == [longhand(model, prompt, 12) for prompt in PROMPTS]
     assert len({new for text in texts for new in text}) > 5
-    found = score(model, list(zip(PROMPTS, texts, strict=True)))
-    for prompt, text, (of_text, is_greedy) in zip(PROMPTS, texts, found, strict=True):
-        assert of_text == pytest.approx(logprob(model, prompt, text), abs=1e-3) and is_greedy
+    others = [[*new[:-1], (new[-1] + 1) % 512] for new in texts]
+    pairs = [*zip(PROMPTS, texts, strict=True), *zip(PROMPTS, others, strict=True), (PROMPTS[1], [7])]
+    found = score(model, pairs)
+    assert [of_text for of_text, _ in found] == pytest.approx([logprob(model, *pair) for pair in pairs], abs=1e-3)
+    assert [is_greedy for _, is_greedy in found] == [True] * 3 + [False] * 4
 
 
 def test_a_text_ends_before_its_end_token_and_the_others_continue():
@@ -87,17 +81,6 @@ def test_a_finished_text_does_not_grow_and_generation_ends_when_all_are_finished
     assert len(steps) == 3
 
 
-def test_scores_are_log_probabilities_and_whether_the_text_is_greedy(monkeypatch):
-    monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)  # contexts and continuations are both processed in parts
-    model = tiny()
-    likeliest = generate(model, PROMPTS, 6, None, GREEDY)
-    others = [[*new[:-1], (new[-1] + 1) % 512] for new in likeliest]
-    pairs = [*zip(PROMPTS, likeliest, strict=True), *zip(PROMPTS, others, strict=True), (PROMPTS[1], [7])]
-    found = score(model, pairs)
-    assert [of_text for of_text, _ in found] == pytest.approx([logprob(model, *pair) for pair in pairs], abs=1e-4)
-    assert [is_greedy for _, is_greedy in found] == [True] * 3 + [False] * 4
-
-
 def test_a_prompts_text_depends_on_seed_and_number_but_not_on_other_prompts():
     model, sampling = tiny(), Sampling(seed=3)
     first = generate(model, PROMPTS, 20, None, sampling)
@@ -112,9 +95,7 @@ def test_a_prompts_text_depends_on_seed_and_number_but_not_on_other_prompts():
     "sampling",
     [
         Sampling(temperature=0.7),
-        Sampling(top_k=5),
         Sampling(top_k=100),
-        Sampling(top_p=0.6),
         Sampling(temperature=1.5, top_k=8, top_p=0.8),
         Sampling(top_p=1e-6),
     ],

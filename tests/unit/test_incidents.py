@@ -8,9 +8,8 @@ import pytest
 
 from titanlite.config.schema import Config
 from titanlite.data.timeline import Rollback
-from titanlite.ground.errors import UserError
 from titanlite.ground.run_files import INCIDENTS, read_entries
-from titanlite.loop.divergence import Incidents, Spikes, StepRecord, decide, is_bad, rollbacks
+from titanlite.loop.divergence import Incidents, Spikes, StepRecord, decide, rollbacks
 
 NAN, INF = math.nan, math.inf
 BATCH = 8
@@ -36,14 +35,6 @@ def entries_of(folder: Path) -> list[tuple]:
 
 
 # --------------------------------------------------------------------------------------------------------- not finite
-
-
-@pytest.mark.parametrize(("loss", "norm", "plain", "scaled"), [
-    (3.0, 1.0, False, False), (3.0, INF, True, False), (3.0, NAN, True, False), (NAN, NAN, True, True), (INF, 1.0, True, True),
-])  # fmt: skip
-def test_with_a_loss_scale_only_the_loss_counts(loss, norm, plain, scaled):
-    step = StepRecord(1, 0, loss, norm)
-    assert (is_bad(step, False), is_bad(step, True)) == (plain, scaled)
 
 
 def test_at_most_ten_steps_in_a_row_are_skipped_for_any_reading_interval():
@@ -78,20 +69,9 @@ def test_a_loss_scale_below_the_smallest_normal_number_ends_the_run_at_an_overfl
     assert decide(good(1, 2), "rollback", scale, 0, 2, 0).action == ""
 
 
-def test_stop_names_step_values_samples_and_how_to_replay_it(tmp_path):
-    with pytest.raises(UserError) as caught:
-        incidents_of(tmp_path / "a run", "stop").judge(good(1, 2) + bad(3, norm=INF) + bad(4), None)
-    text = str(caught.value)
-    assert text.startswith("step 3: loss nan, gradient norm inf, samples 16 to 23: training has diverged; ")
-    assert text.endswith(f"To repeat it: titanlite replay '{tmp_path}/a run' --step 3")
-    (entry,) = read_entries(tmp_path / "a run" / INCIDENTS)
-    assert (entry["loss"], entry["grad_norm"], entry["samples"], entry["action"]) == (None, None, [16, 24], "stop")
-    assert "loss nan, gradient norm inf" in entry["text"]
-
-
 def test_skipped_steps_are_distinguished_from_one_with_only_a_nonfinite_loss(tmp_path):
     incidents = incidents_of(tmp_path, "skip")
-    assert incidents.judge(good(1) + bad(2) + bad(3, loss=INF, norm=2.0), None) is None
+    assert incidents.judge(good(1) + bad(2, loss=3.0, norm=INF) + bad(3, loss=INF, norm=2.0), None) is None
     assert entries_of(tmp_path) == [("nonfinite", 2, "skipped", False), ("nonfinite", 3, "taken", False)]
 
 
@@ -101,9 +81,7 @@ def test_a_rollback_skips_the_bad_batch_and_a_newer_checkpoint_resets_the_count(
         step = incidents.judge(good(5, 6) + bad(7) + good(8), 4)
         assert step.number == 7
         assert incidents.record_rollback(step, 8, 4) == Rollback(found_at=8, to_step=4, next_sample=56)
-        last = read_entries(tmp_path / INCIDENTS)[-1]
-        keys = ("kind", "step", "attempt", "to_step", "found_at", "next_sample")
-        assert [last[key] for key in keys] == ["rollback", 7, attempt, 4, 8, 56]
+        assert read_entries(tmp_path / INCIDENTS)[-1]["attempt"] == attempt
     incidents.record_rollback(incidents.judge(bad(9), 8), 9, 8)
     assert incidents.judge(bad(9), 8) is not None
 

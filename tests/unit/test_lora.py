@@ -17,7 +17,6 @@ from titanlite.config.schema import Lora as Keys
 from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, restore
 from titanlite.optim.state import checkpoint_bytes
-from titanlite.plan.predict import predict
 from titanlite.registry.family import Family, load_family
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.lora import LoraLinear, adapt, merged
@@ -60,15 +59,9 @@ def test_only_adapters_are_trained_and_every_other_name_is_that_of_the_base():
     assert {name for name, _ in model.named_parameters() if is_adapter(f"model.{name}")} == trained
 
 
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        (["*"], {f"layers.{i}.{matrix}" for i in (0, 1) for matrix in MATRICES}),
-        (["*.w2", "layers.0.*.w[23]"], {"layers.0.ffn.w2", "layers.0.ffn.w3", "layers.1.ffn.w2"}),
-    ],
-)
-def test_the_linear_layers_of_blocks_that_a_pattern_matches_get_one_adapter_each(patterns, expected):
-    model = adapted(modules=patterns, rank=3)
+def test_the_linear_layers_of_blocks_that_a_pattern_matches_get_one_adapter_each():
+    expected = {"layers.0.ffn.w2", "layers.0.ffn.w3", "layers.1.ffn.w2"}
+    model = adapted(modules=["*.w2", "layers.0.*.w[23]"], rank=3)
     assert {name for name, module in model.named_modules() if isinstance(module, LoraLinear)} == expected
     for name in expected:
         module = model.get_submodule(name)
@@ -143,14 +136,12 @@ def test_flops_are_those_of_the_matmuls_in_a_step():
     assert training_flops(FAMILY, plain) == whole
 
 
-def test_frozen_weights_take_two_bytes_and_adapters_sixteen_in_memory_and_checkpoints():
+def test_frozen_weights_take_two_bytes_and_adapters_twelve_in_checkpoints():
+    """test_recipes.py has their memory."""
     config = configuration("bfloat16", rank=8)
     model = on_meta(FAMILY, config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    found = predict(config, 1)
-    assert found.parameters == frozen + trained
-    assert found.during("update")[:3] == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
     assert checkpoint_bytes(model, config.optimizer) == 2 * frozen + 12 * trained
 
 
@@ -171,19 +162,6 @@ def test_merged_weights_in_a_plain_model_give_the_adapted_models_logits(flavor):
     base = adapted(family, **keys.model_dump())
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
     assert (logits(base) - logits(model)).abs().max() > 0.1
-
-
-def test_a_merged_weight_is_float32():
-    random = torch.Generator().manual_seed(0)
-    weight = torch.randn(8, 6, generator=random).bfloat16()
-    a, b = torch.randn(2, 6, generator=random), torch.randn(8, 2, generator=random)
-    tensors = {"layers.0.w.weight": weight, "layers.0.w.lora_a": a, "layers.0.w.lora_b": b, "layers.0.w.bias": b[0]}
-    assert merged(tensors, tensors.__getitem__, {}) == (list(tensors), tensors.__getitem__)
-    names, read = merged(iter(tensors), tensors.__getitem__, Keys(enable=True, rank=2, alpha=1.0).model_dump())
-    assert names == ["layers.0.w.weight", "layers.0.w.bias"]
-    expected = (weight.double() + 0.5 * b.double() @ a.double()).float()
-    torch.testing.assert_close(read("layers.0.w.weight"), expected, rtol=1e-6, atol=1e-6)
-    assert read("layers.0.w.bias") is tensors["layers.0.w.bias"]
 
 
 @pytest.mark.parametrize("enable", [True, False])

@@ -1,4 +1,4 @@
-"""Adam in bfloat16: its state, that small updates are not lost, and that it equals float32's Adam up to rounding."""
+"""Adam in bfloat16: on average it follows the papers, small updates included. test_muon.py skips and scales its steps."""
 
 import math
 
@@ -13,11 +13,12 @@ from titanlite.optim.rounding import joined
 from titanlite.optim.state import named_state
 
 ROUNDINGS = ("stochastic", "compensated")
+DECAY = 0.1
 
 
-def _model(*shape: int, value: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def _model(*shape: int, value: float = 1.0) -> nn.Module:
     model = nn.Module()
-    model.weight = nn.Parameter(torch.full(shape, value, dtype=dtype))
+    model.weight = nn.Parameter(torch.full(shape, value, dtype=torch.bfloat16))
     return model
 
 
@@ -30,11 +31,14 @@ def _held(optimizer: Bfloat16Adam, model: nn.Module) -> torch.Tensor:
     return joined(model.weight.detach(), optimizer.state[model.weight].get("remainder"))
 
 
-def _adamw(value: float, gradients: list[float], lr: float, betas: tuple[float, float], eps: float, decay: float):
-    """AdamW as in its paper, in Python's floats: (parameter, first moment, second moment) at the end."""
+def _by_definition(name: str, value: float, gradients: list[float], lr: float, betas: tuple[float, float], eps: float):
+    """Adam or AdamW as in its paper, in Python's floats: (parameter, first moment, second moment) at the end."""
     first = second = 0.0
     for step, gradient in enumerate(gradients, 1):
-        value -= lr * decay * value
+        if name == "AdamW":
+            value -= lr * DECAY * value
+        else:
+            gradient += DECAY * value
         first = betas[0] * first + (1 - betas[0]) * gradient
         second = betas[1] * second + (1 - betas[1]) * gradient**2
         value -= lr * first / (1 - betas[0] ** step) / (math.sqrt(second / (1 - betas[1] ** step)) + eps)
@@ -43,22 +47,25 @@ def _adamw(value: float, gradients: list[float], lr: float, betas: tuple[float, 
 
 def _gradients(steps: int) -> list[float]:
     torch.manual_seed(1)
-    return (torch.randn(steps) * 0.01).bfloat16().tolist()
+    return (torch.randn(steps) * 0.01 + 0.002).bfloat16().tolist()
 
 
 # ------------------------------------------------------------------------------------------------------- against the paper
 
 
-@pytest.mark.parametrize(("rounding", "beta2"), [("stochastic", 0.95), ("compensated", 0.999)])
-def test_the_mean_over_many_values_follows_adamw(rounding, beta2):
+@pytest.mark.parametrize(
+    ("name", "rounding", "beta2"),
+    [("AdamW", "stochastic", 0.95), ("AdamW", "compensated", 0.999), ("Adam", "compensated", 0.95)],
+)
+def test_the_mean_over_many_values_follows_the_definition(name, rounding, beta2):
     """Each value draws its own random bits, so the mean is that of equally many runs."""
     gradients, lr = _gradients(200), 1e-3
     model = _model(200, 200, value=0.5)
-    optimizer = _optimizer(model, lr=lr, beta2=beta2, rounding=rounding, weight_decay=0.1, eps=1e-8)
+    optimizer = _optimizer(model, name=name, lr=lr, beta2=beta2, rounding=rounding, weight_decay=DECAY, eps=1e-3)
     for gradient in gradients:
         model.weight.grad = torch.full_like(model.weight, gradient)
         optimizer.step()
-    value, first, second = _adamw(0.5, gradients, lr, (0.9, beta2), 1e-8, 0.1)
+    value, first, second = _by_definition(name, 0.5, gradients, lr, (0.9, beta2), 1e-3)
     state = optimizer.state[model.weight]
     moved = _held(optimizer, model).double().mean().item() - 0.5
     error = _held(optimizer, model).double().std().item() / math.sqrt(model.weight.numel())
@@ -69,59 +76,7 @@ def test_the_mean_over_many_values_follows_adamw(rounding, beta2):
     assert state["exp_avg_sq"].double().mean().item() == pytest.approx(second, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_the_first_step_equals_pytorchs_in_float32_up_to_one_rounding(name, rounding):
-    torch.manual_seed(0)
-    weight, gradient = torch.randn(40, 50).bfloat16(), torch.randn(40, 50).bfloat16()
-    keys = {"name": name, "lr": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.3}
-    ours, theirs = _model(40, 50), _model(40, 50, dtype=torch.float32)
-    for model, rules in ((ours, {"rounding": rounding}), (theirs, {})):
-        model.weight.data.copy_(weight)
-        model.weight.grad = gradient.to(model.weight.dtype)
-        optimizer = _optimizer(model, **keys, **rules)
-        optimizer.step()
-        if model is ours:
-            held = _held(optimizer, model)
-    expected = theirs.weight.detach()
-    if rounding == "compensated":
-        torch.testing.assert_close(held, expected, rtol=1e-6, atol=1e-7)
-    unit = 2.0 ** (expected.abs().log2().floor() - 7)
-    assert ((ours.weight.double() - expected).abs() < 1.0001 * unit).all()
-
-
 # ---------------------------------------------------------------------------------------------------------- as an optimizer
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_a_step_that_is_not_finite_changes_nothing_and_is_not_counted(rounding):
-    model = _model(5, 7)
-    optimizer = _optimizer(model, rounding=rounding, lr=0.1)
-    model.weight.grad = torch.randn(5, 7).bfloat16()
-    optimizer.step()
-    before = [model.weight.detach().clone(), *(value.clone() for value in named_state(optimizer, model).values())]
-    model.weight.grad = torch.full((5, 7), math.nan, dtype=torch.bfloat16)
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    after = [model.weight.detach(), *named_state(optimizer, model).values()]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    optimizer.found_inf = torch.zeros(())
-    model.weight.grad = torch.randn(5, 7).bfloat16()
-    optimizer.step()
-    assert optimizer.state[model.weight]["step"] == 2
-    assert not torch.equal(model.weight.detach(), before[0])
-
-
-def test_gradients_are_divided_by_grad_scale():
-    found = []
-    for scale in (1.0, 4.0):
-        model = _model(5, 7)
-        optimizer = _optimizer(model, eps=0.1)
-        optimizer.grad_scale = torch.tensor(scale)
-        model.weight.grad = torch.full((5, 7), 0.25 * scale, dtype=torch.bfloat16)
-        optimizer.step()
-        found.append(model.weight.detach())
-    assert torch.equal(*found)
 
 
 def test_random_bits_are_a_function_of_the_name_and_the_step():

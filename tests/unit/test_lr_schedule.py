@@ -20,9 +20,9 @@ def _schedule(steps: int, lr: float = 1.0, **keys) -> Schedule:
 
 
 @pytest.mark.parametrize("decay_type", _SHAPES)
-@pytest.mark.parametrize("warmup_steps", [0, 1, 7, 60])
-@pytest.mark.parametrize("decay_ratio", [None, 0.0, 0.01, 0.1, 0.333, 0.4])
-@pytest.mark.parametrize("min_lr_factor", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("warmup_steps", [0, 60])
+@pytest.mark.parametrize("decay_ratio", [None, 0.0, 0.333, 0.4])
+@pytest.mark.parametrize("min_lr_factor", [0.0, 0.1])
 def test_every_step_equals_an_independent_formula(decay_type, warmup_steps, decay_ratio, min_lr_factor):
     total, lr = 100, 3e-4
     schedule = _schedule(

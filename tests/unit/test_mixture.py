@@ -19,17 +19,6 @@ pytestmark = pytest.mark.usefixtures("cache")
 # --------------------------------------------------------------------------------------------------------------- epochs
 
 
-def test_a_run_that_would_read_a_source_too_often_is_refused(tmp_path):
-    config = Config.model_validate({"training": {"seq_len": 8}})
-    limited = opened(write_file(tmp_path / "limited", [[1] * 81]), "limited", weight=1, epochs=1.5)  # 10 samples
-    free = opened(write_file(tmp_path / "free", [[1] * 81]), "free", weight=1)
-    data = mix_of([free, limited], config)
-    with pytest.raises(UserError) as error:
-        check_epochs(data, data.timeline(1), 40)
-    assert "limited: 2.00 epochs of 10 samples, allowed are 1.5" in str(error.value)
-    assert "free" not in str(error.value)
-
-
 def test_samples_that_replace_those_of_a_rollback_do_not_count_as_epochs(tmp_path, caplog, monkeypatch):
     """Also if the mixture rounds, and after several rollbacks: exactly what fitted at the start still fits."""
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)

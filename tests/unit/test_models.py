@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import deepseek_v3, gemma3, gpt_oss, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
-from models.attention import Cache, SeqInfo
-from models.rope import Llama3Scaling, TextCache
+from models.attention import SeqInfo
 from tests.hf_folders import CASES
 from titanlite.registry.family import Family, load_family
 
@@ -166,12 +165,7 @@ def test_kimi_k2s_published_configuration_is_read():
 
 @pytest.mark.parametrize(
     ("flavor", "changes", "word"),
-    [
-        ("debug", {"attention_softcap": 50.0}, "attention_softcap"),
-        ("2-2b", {"local_rope_theta": 500.0}, "one RoPE base"),
-        ("2-2b", {"rope_factor": 8.0}, "rope_factor"),
-        ("2-2b", {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 16)}, "rope_scaling = None"),
-    ],
+    [("debug", {"attention_softcap": 50.0}, "attention_softcap"), ("2-2b", {"local_rope_theta": 500.0}, "one RoPE base")],
 )
 def test_features_that_hugging_faces_gemma_lacks_are_not_exported(flavor, changes, word):
     with pytest.raises(ValueError, match=word):
@@ -192,25 +186,3 @@ def test_a_window_with_documents_allows_what_both_allow(name, flavor):
     for row, first, last in ((0, 0, 5), (0, 5, 12), (1, 0, 12)):
         alone = model(tokens[row : row + 1, first:last], SeqInfo(torch.arange(last - first)[None]))
         torch.testing.assert_close(found[row, first:last], alone[0], rtol=1e-5, atol=1e-5)
-
-
-@every_small_flavor
-def test_a_cache_equals_the_whole_sequence_for_any_split(name, flavor, monkeypatch):
-    """Rows of unequal lengths, each from slot 0 on, over two growths of the cache."""
-    monkeypatch.setattr(Cache, "_STEP", 8)
-    model = _model(load_family(name, flavor))
-    torch.manual_seed(1)
-    tokens = torch.randint(512, (2, 20))
-    expected = model(tokens, SeqInfo(torch.arange(20).expand(2, 20)))
-    cache = TextCache(torch.tensor([20, 20]))
-    starts, found = torch.tensor([0, 0]), torch.zeros_like(expected)
-    for width, advance in ((7, (7, 4)), (1, (1, 1)), (5, (5, 5)), (1, (1, 1)), (6, (6, 6)), (3, (0, 3))):
-        positions = starts[:, None] + torch.arange(width)
-        inside = positions.clamp(max=19)  # values beyond a row's end are overwritten, or never read
-        cache.reserve(int(positions.max()) + 1)
-        hidden = model(tokens.gather(1, inside), SeqInfo(positions, cache=cache))
-        for row, count in enumerate(advance):
-            found[row, starts[row] : starts[row] + count] = hidden[row, :count]
-        starts = starts + torch.tensor(advance)
-    assert starts.tolist() == [20, 20] and cache.slots == 24
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -8,16 +8,17 @@ from torch import nn
 
 from tests.unit.test_optimizer import model_of, set_gradients
 from titanlite.config.schema import Optimizer as Keys
-from titanlite.optim.build import build_optimizer, is_orthogonalized, model_faults, set_lr
+from titanlite.optim.build import build_optimizer, model_faults, set_lr
 from titanlite.optim.muon import orthogonalized
 from titanlite.optim.state import named_state
 from titanlite.registry.family import load_family
 
-_KEYS = Keys(name="Muon", lr=1e-2, weight_decay=0.3, eps=1e-6, beta1=0.8, beta2=0.9)
+_KEYS = Keys(name="Muon", implementation="for-loop", lr=1e-2, weight_decay=0.3, eps=1e-6, beta1=0.8, beta2=0.9)
 
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if is_orthogonalized(name, p, _KEYS)}
+    """What Muon takes: AdamW takes all other parameters."""
+    return {name: p for name, p in model.named_parameters() if name.startswith("layers.") and "norm" not in name}
 
 
 def _polynomial(value: torch.Tensor, steps: int) -> torch.Tensor:
@@ -86,7 +87,7 @@ def test_steps_of_a_stack_are_those_of_its_matrices(dtype):
     torch.manual_seed(0)
     first = torch.randn(9, 4, 6)  # more matrices than rows or columns, since the rate depends on rows and columns
     # stochastic rounding would draw other bits for another name
-    keys = _KEYS.model_copy(update={"implementation": "for-loop", "rounding": "compensated"})
+    keys = _KEYS.model_copy(update={"rounding": "compensated"})
     stack, matrices = _Experts(first, False).to(dtype), _Experts(first, True).to(dtype)
     optimizers = [build_optimizer(model, keys) for model in (stack, matrices)]
     (together,) = stack.parameters()
@@ -107,28 +108,18 @@ def test_steps_of_a_stack_are_those_of_its_matrices(dtype):
 # ---------------------------------------------------------------------------------------------------------- as an optimizer
 
 
-def test_muon_takes_matrices_of_blocks_and_adamw_all_other_parameters():
-    model = model_of()
-    optimizer = build_optimizer(model, _KEYS)
-    state = named_state(optimizer, model)
-    for name, _ in model.named_parameters():
-        mine = name.startswith("layers.") and "norm" not in name
-        kept = {"step", "momentum_buffer"} if mine else {"step", "exp_avg", "exp_avg_sq"}
-        assert {key.rpartition(".")[2] for key in state if key.startswith(f"{name}.")} == kept
-    assert all((value == 0).all() for value in state.values())
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    assert decayed == {id(p) for p in model.parameters() if p.ndim == 2}
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_is_not_finite_changes_nothing_and_gradients_are_scaled(dtype):
-    # as in a run: fused, unless compiled
-    keys = _KEYS.model_copy(update={"implementation": "fused" if dtype == torch.float32 else "for-loop"})
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.float32, "stochastic"), (torch.bfloat16, "stochastic"), (torch.bfloat16, "compensated")],
+    ids=str,
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_gradients_are_scaled(dtype, rounding):
+    """In bfloat16, also those of Bfloat16Adam, which has the rest of the parameters."""
+    keys = _KEYS.model_copy(update={"implementation": "fused", "rounding": rounding})
     found = []
     for scale in (1.0, 4.0):
         model = model_of().to(dtype)
-        optimizer = build_optimizer(model, keys)
+        optimizer = build_optimizer(model, keys, compiler=lambda kernel: kernel)  # a test of ranks compiles them
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
         set_gradients(model, 1, scale)
         optimizer.step()

@@ -25,13 +25,11 @@ def _class(module: str, name: str) -> bytes:
 SIZE, INDEX = _class("torch", "Size") + pickle.MEMOIZE, _class(_MODULE, "MetadataIndex") + pickle.MEMOIZE
 
 
-def nested(levels: int, width: int, key: bool = True) -> bytes:
-    """A tuple of `width` references to a tuple of `width` references to ...; as the key of a table."""
-    tuples = [_text("a") + pickle.MEMOIZE]
-    for level in range(levels):
-        reference = pickle.LONG_BINGET + level.to_bytes(4, "little")
-        tuples.append(pickle.MARK + reference * width + pickle.TUPLE + pickle.MEMOIZE)
-    return START + b"".join(tuples) + (b"}h" + bytes([levels]) + b"Ns." if key else b".")
+def nested(levels: int) -> bytes:
+    """A tuple of two references to a tuple of two references to ...; as the key of a table."""
+    references = [pickle.BINGET + bytes([level]) for level in range(levels)]
+    tuples = b"".join(reference * 2 + pickle.TUPLE2 + pickle.MEMOIZE for reference in references)
+    return START + _text("a") + pickle.MEMOIZE + tuples + b"}h" + bytes([levels]) + b"Ns."
 
 
 def copies(parts: int, references: int) -> bytes:
@@ -50,7 +48,7 @@ def attributes(parts: int, references: int) -> bytes:
 
 
 BOMBS = {
-    "tuples of two tuples": nested(200, 2),
+    "tuples of two tuples": nested(200),
     "a tuple of a tuple of ...": START + b"}N" + pickle.TUPLE1 * 10**6 + b"Ns.",
     "copies of a long tuple": copies(250_000, 80_000),
     "copies of a long table": attributes(50_000, 50_000),

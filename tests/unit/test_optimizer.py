@@ -20,7 +20,6 @@ from titanlite.optim.state import named_state
 from titanlite.transforms import compile
 
 _CONFIG = llama3.Config(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
-_IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 
 
 def model_of(seed: int = 0) -> nn.Module:
@@ -52,11 +51,6 @@ def _decayed(model: nn.Module, keys: Keys) -> set[str]:
 # ---------------------------------------------------------------------------------------------------------- weight decay
 
 
-def test_matrices_and_embeddings_decay_by_default_and_norms_do_not():
-    model = model_of()
-    assert _decayed(model, Keys()) == {name for name, _ in model.named_parameters() if "norm" not in name}
-
-
 def test_decay_parameters_is_a_pattern_of_names():
     attention = {f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
     assert _decayed(model_of(), Keys(decay_parameters=r"attention\.w")) == attention
@@ -73,44 +67,26 @@ def test_all_parameters_or_none_may_decay():
 # -------------------------------------------------------------------------------------------------------------- the step
 
 
-@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_steps_equal_those_of_the_plain_loop(name, implementation):
+def test_steps_and_state_are_those_of_pytorch_and_the_state_is_there_before_the_first_step(name, implementation):
     keys = Keys(name=name, implementation=implementation, lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
     ours, theirs = model_of(), model_of()
     optimizer = build_optimizer(ours, keys)
+    assert all((value == 0).all() for value in named_state(optimizer, ours).values())
     matrices = [p for p in theirs.parameters() if p.ndim >= 2]
     vectors = [p for p in theirs.parameters() if p.ndim < 2]
     reference = getattr(torch.optim, name)(
         [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False,
+        betas=(0.8, 0.9), eps=1e-6, foreach=implementation == "foreach", fused=implementation == "fused",
     )  # fmt: skip
     for step in range(5):
         for model, each in ((ours, optimizer), (theirs, reference)):
             set_gradients(model, step)
             set_lr(each, 1e-2 / (step + 1))
             each.step()
-        tolerance = 0.0 if implementation == "for-loop" else 1e-6
-        torch.testing.assert_close(_weights(ours), _weights(theirs), rtol=tolerance, atol=tolerance)
-
-
-# ------------------------------------------------------------------------------------------------------------- the state
-
-
-@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_the_state_before_the_first_step_is_that_of_pytorch(name, implementation):
-    ours, theirs = model_of(), model_of()
-    keys = Keys(name=name, implementation=implementation, lr=1e-2)
-    optimizers = {id(model): build_optimizer(model, keys) for model in (ours, theirs)}
-    assert all((value == 0).all() for value in named_state(optimizers[id(ours)], ours).values())
-    optimizers[id(theirs)].state.clear()  # PyTorch creates it in the first step
-    for step in range(3):
-        for model in (ours, theirs):
-            set_gradients(model, step)
-            optimizers[id(model)].step()
-        assert all(torch.equal(a, b) for a, b in zip(_weights(ours), _weights(theirs), strict=True))
-    state, expected = (named_state(optimizers[id(model)], model) for model in (ours, theirs))
+        assert all(map(torch.equal, _weights(ours), _weights(theirs)))
+    state, expected = named_state(optimizer, ours), named_state(reference, theirs)
     assert {key: (value.dtype, value.shape, value.device) for key, value in state.items()} == {
         key: (value.dtype, value.shape, value.device) for key, value in expected.items()
     }
@@ -124,8 +100,8 @@ def _optimizer(parameters: Iterable[nn.Parameter], fused: bool = False) -> torch
     return torch.optim.AdamW(parameters, fused=fused)
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1000.0, math.inf])
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
 @pytest.mark.parametrize("fused", [True, False])
 def test_clipping_equals_pytorchs(group_of_one, scale, max_norm, fused):
     ours = model_of()
