@@ -235,3 +235,10 @@ def test_a_bfloat16_router_has_the_logits_and_gradients_of_float32(monkeypatch):
         # gradients end in bfloat16: all but those near the middle of two of its numbers are equal bit for bit; with
         # the gradient of the logits in plain bfloat16, 42% are not
         assert (mine == float32).float().mean() > 0.99
+
+
+def test_a_router_on_a_cpu_and_one_in_float32_multiply_in_float32(monkeypatch):
+    monkeypatch.setattr(moe, "_wide_mm", lambda left, right: pytest.fail("a CPU has no such kernel"))
+    x, weight, bias = torch.randn(7, 16).bfloat16(), torch.randn(8, 16).bfloat16(), torch.randn(8).bfloat16()
+    assert torch.equal(moe._wide_linear(x, weight, bias), F.linear(x.float(), weight.float(), bias.float()))
+    assert torch.equal(moe._wide_linear(x.float(), weight.float(), None), F.linear(x.float(), weight.float()))
