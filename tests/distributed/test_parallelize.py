@@ -141,21 +141,17 @@ def test_tensor_parallelism_costs_the_head_one_small_collective_per_chunk(pools)
 
 
 class Largest(TorchDispatchMode):
-    """The most values in any plain tensor allocated while the mode is on, and the most rows by width."""
+    """The most values in any plain tensor allocated while the mode is on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = 0
-        self.rows_of_width: dict[int, int] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
         out = function(*args, **(kwargs or {}))
         known = {given.untyped_storage()._cdata for given in args if type(given) in (Tensor, nn.Parameter)}
         if type(out) is Tensor and out.device.type != "meta" and out.untyped_storage()._cdata not in known:
             self.numbers = max(self.numbers, out.numel())
-            if out.ndim > 1:
-                width = out.shape[-1]
-                self.rows_of_width[width] = max(self.rows_of_width.get(width, 0), out.numel() // width)
         return out
 
 
@@ -171,25 +167,6 @@ def test_no_rank_ever_holds_more_than_its_share_while_the_model_is_built(pools):
         # 2 ** 14 is the table of the normal distribution; the largest parameter has 512 x 64 numbers, a quarter is 8,192
         assert largest <= 2**14 + 1 < largest_parameter
         assert local == pytest.approx((512 * 64 * 2 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)) / 4, rel=0.02)
-
-
-def widest_logits(degrees: dict[str, int], rows: int) -> tuple[int, int]:
-    """The most tokens in any tensor as wide as this rank's vocabulary, and the number of tokens."""
-    model, config = built(degrees, flavor="uneven")
-    batch = first_microbatch(config, mesh_of(degrees))
-    model.head.sizes = Sizes(rows * model.head.vocab_size, 2**21)
-    with Largest() as largest:
-        summed_loss(model, batch).backward()
-    share = -(-model.head.vocab_size // degrees.get("tp", 1))
-    vocabulary = min(share, model.head.vocab_size - share * mesh_of(degrees)["tp"].get_local_rank())
-    return largest.rows_of_width[vocabulary], batch.labels().numel()
-
-
-@pytest.mark.parametrize("degrees", [{}, TP], ids=str)
-def test_logits_never_exist_for_more_tokens_than_a_chunk(pools, degrees):
-    ranks = math.prod(degrees.values())
-    for found, everything in pools[ranks].run(f"{HERE}:widest_logits", degrees=degrees, rows=32):
-        assert found == 32 < everything
 
 
 def whole_logits(degrees: dict[str, int], flavor: str) -> Tensor:
