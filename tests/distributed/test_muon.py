@@ -25,7 +25,14 @@ from titanlite.transforms.shards import local_part
 from titanlite.verify.compare import compare
 
 HERE = "tests.distributed.test_muon"
-MESHES = [{"dp_shard": 4}, TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2}]
+MESHES = [
+    {"dp_shard": 4},
+    {"tp": 4},
+    TWO_BY_TWO,
+    {"dp_replicate": 2, "dp_shard": 2},
+    pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
+    pytest.param({"dp_shard": 8}, marks=pytest.mark.slow),
+]
 MUON = {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile in every rank
 MUON_KEYS = Optimizer(name="Muon")
 BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}

@@ -16,6 +16,7 @@ from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, fir
 from titanlite.ground.torch_private import set_memory_budget
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
+from titanlite.parallel.fsdp import MESH_PER_PARAMETER
 from titanlite.registry.family import Family, family_of, load_family
 
 HERE = "tests.distributed.test_recompute"
@@ -155,10 +156,12 @@ def test_at_any_memory_budget_the_backward_pass_has_the_dropout_of_the_forward_p
 # ------------------------------------------------------------------------------------------------------ choices of experts
 
 
-def calls_of_backward() -> dict[str, int]:
+def calls_of_backward(backend: str | None) -> dict[str, int]:
     """How often the second backward pass, with experts on two ranks and full recomputation, runs the functions of routing."""
     degrees = {"dp_shard": 2, "ep": 2}
-    config = config_of(degrees, model={"name": "tests.tiny_moe"}, activation_checkpoint=MODES["full"])
+    keys = {"enable": backend is not None, "backend": backend or "eager"}
+    config = config_of(degrees, model={"name": "tests.tiny_moe"}, activation_checkpoint=MODES["full"], compile=keys)
+    torch._dynamo.reset()
     mesh = mesh_of(degrees)
     model = build_model(family_of(config.model), config, mesh, CPU)
     batch = first_microbatch(config, mesh)
@@ -170,6 +173,9 @@ def calls_of_backward() -> dict[str, int]:
     return {name: sum(event.name == name for event in seen.events()) for name in names}
 
 
-def test_recomputation_dispatches_tokens_again_but_does_not_route_count_or_combine(pools):
-    for calls in pools[2].run(f"{HERE}:calls_of_backward"):
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.slow)])
+def test_recomputation_dispatches_tokens_again_but_does_not_route_count_or_combine(pools, backend):
+    if backend and not MESH_PER_PARAMETER:
+        pytest.skip("compiled blocks with split experts need PyTorch 2.13")
+    for calls in pools[2].run(f"{HERE}:calls_of_backward", backend=backend):
         assert list(calls.values()) == [0, 0, 2, 0], calls  # two layers

@@ -124,7 +124,7 @@ CHAINS: dict[str, tuple[dict[str, Any], list[Degrees]]] = {
     ),
     "experts": (
         {"flavor": "shared", "model": {"name": "tests.tiny_moe"}},
-        [SPLIT, ONE, {"tp": 2, "ep": 2}, {"dp_shard": 4}, {"dp_replicate": 2, **SPLIT}, {"pp": 2, "tp": 2, "ep": 2}, STAGES],
+        [SPLIT, ONE, {"tp": 2, "ep": 2}, {"dp_replicate": 2, **SPLIT}, {"pp": 2, "tp": 2, "ep": 2}, STAGES],
     ),
     "experts with biases": (
         {"flavor": "plain", "model": {"name": "tests.tiny_gpt_oss"}},
