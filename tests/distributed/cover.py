@@ -1,6 +1,6 @@
 """The combinations of meshes, models and options that are trained and compared: a table in which every pair of values occurs.
 
-    python -m tests.distributed.cover [--strength 2] [--seed 3] [--all]
+    python -m tests.distributed.cover [--seed 3] [--all]
 
 prints the table. Every supported pair of values is in at least one cell, found greedily with a seed (Cohen et al., "The AETG
 System", IEEE TSE 1997). Among cells that cover equally much, the cheapest is taken: compiled cells and cells on eight ranks
@@ -12,11 +12,11 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 Cell = dict[str, str]  # factor -> value
-Values = frozenset[tuple[str, str]]  # some factors and their values
+Pair = frozenset[tuple[str, str]]  # of two factors with their values
 
 # The first value of each factor is the plain one; the cell of plain values is the reference.
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -125,80 +125,69 @@ REFUSALS = (
 )  # fmt: skip
 
 
-_PLACES = {factor: place for place, factor in enumerate(FACTORS)}
-# the refusals of each factor, with the positions of their factors
-_REFUSALS_AT = [
-    [(refusal.holds, [_PLACES[each] for each in refusal.factors]) for refusal in REFUSALS if factor in refusal.factors]
-    for factor in FACTORS
-]
+# Sets of values as numbers with a bit for each value, which makes the search among millions of sets fast.
+_BITS = {item: 1 << place for place, item in enumerate((factor, each) for factor in FACTORS for each in FACTORS[factor])}
+_BITS_OF = {factor: [_BITS[factor, value] for value in values] for factor, values in FACTORS.items()}
+_REFUSED_WITH = dict.fromkeys(_BITS.values(), 0)  # a value -> those that are refused with it
+_REFUSED_WITH_BOTH: dict[int, list[int]] = {bit: [] for bit in _REFUSED_WITH}  # and pairs of values
+for _refusal in REFUSALS:
+    for _values in itertools.product(*(FACTORS[factor] for factor in _refusal.factors)):
+        if _refusal.holds(*_values):
+            _refused = [_BITS[item] for item in zip(_refusal.factors, _values, strict=True)]
+            for _bit in _refused:
+                if len(_refused) == 2:
+                    _REFUSED_WITH[_bit] |= sum(_refused) - _bit
+                else:
+                    _REFUSED_WITH_BOTH[_bit].append(sum(_refused) - _bit)
+# the values of each factor whose plain one is refused with others: as a set, and one by one
+_SEARCHED = {sum(bits): bits for bits in _BITS_OF.values() if _REFUSED_WITH[bits[0]] or _REFUSED_WITH_BOTH[bits[0]]}
+
+
+def _bits(values: Iterable[tuple[str, str]]) -> int:
+    return sum(_BITS[item] for item in values)
+
+
+def _fits(bit: int, chosen: int) -> bool:
+    """Whether a value is not refused with those that are chosen."""
+    return not chosen & _REFUSED_WITH[bit] and all(both & ~chosen for both in _REFUSED_WITH_BOTH[bit])
 
 
 def allowed(cell: Cell) -> bool:
     """Whether titanlite supports these values; missing factors are ignored."""
-    values = _in_order(cell)
-    return all(_taken(values, place) for place, value in enumerate(values) if value)
+    given = (refusal for refusal in REFUSALS if cell.keys() >= {*refusal.factors})
+    return not any(refusal.holds(*(cell[factor] for factor in refusal.factors)) for refusal in given)
 
 
-def possible(cell: Cell, without: frozenset[str] = frozenset(), factor: str | None = None) -> bool:
-    """Whether these values can be completed by values of the other factors, none of `without`.
-
-    factor: the only one that needs to be checked against the others.
-    """
-    values = _in_order(cell)
-    taken = allowed(cell) if factor is None else _taken(values, _PLACES[factor])
-    return taken and without.isdisjoint(values) and _completes(values, without)
+def possible(cell: Cell, without: frozenset[str] = frozenset()) -> bool:
+    """Whether these values can be completed by values of the other factors, none of `without`, which has no plain value."""
+    chosen, left_out = _bits(cell.items()), _named(without)
+    return not chosen & left_out and all(_fits(_BITS[item], chosen) for item in cell.items()) and _completes(chosen, left_out)
 
 
-def _in_order(cell: Cell) -> tuple[str, ...]:
-    """The values of all factors, "" for those that are missing."""
-    return tuple(cell.get(factor, "") for factor in FACTORS)
+def _named(values: frozenset[str]) -> int:
+    return _bits(item for item in _BITS if item[1] in values)
 
 
-def _taken(values: tuple[str, ...], place: int) -> bool:
-    """Whether no refusal of the factor at this position holds."""
-    for holds, places in _REFUSALS_AT[place]:
-        given = [values[each] for each in places]
-        if all(given) and holds(*given):
-            return False
-    return True
-
-
-@functools.cache
-def _completes(values: tuple[str, ...], without: frozenset[str]) -> bool:
-    """Whether allowed values can be completed."""
-    if "" not in values:
+def _completes(chosen: int, without: int) -> bool:
+    """Whether allowed values can be completed, for factors whose plain value does not fit everywhere."""
+    missing = next((bits for every, bits in _SEARCHED.items() if not every & chosen), None)
+    if missing is None:
         return True
-    place = values.index("")
-    choices = (value for value in FACTORS[[*FACTORS][place]] if value not in without)
-    every = ((*values[:place], value, *values[place + 1 :]) for value in choices)
-    return any(_taken(more, place) and _completes(more, without) for more in every)
+    return any(not bit & without and _fits(bit, chosen) and _completes(chosen | bit, without) for bit in missing)
 
 
-def parts(cell: Cell, strength: int, factor: str | None = None) -> Iterator[Values]:
-    """The combinations of `strength` values that a cell tests: in low precision, where rounding hides much, only those with it.
-
-    factor: only those with its value.
-    """
+def pairs(cell: Cell) -> set[Pair]:
+    """The pairs of values that a cell tests: in low precision, where rounding hides much, only those with it."""
     exact, precision = cell["precision"] == PLAIN["precision"], ("precision", cell["precision"])
-    if factor is None:
-        every = itertools.combinations(cell.items(), strength)
-    else:
-        given = (factor, cell[factor])
-        others = (item for item in cell.items() if item != given)
-        every = ((given, *chosen) for chosen in itertools.combinations(others, strength - 1))
-    return (frozenset(chosen) for chosen in every if exact or precision in chosen)
+    return {frozenset(pair) for pair in itertools.combinations(cell.items(), 2) if exact or precision in pair}
 
 
 @functools.cache
-def every_part(strength: int, without: frozenset[str] = frozenset()) -> set[Values]:
-    """All combinations of `strength` values that occur in a supported cell."""
-    found = set()
-    for factors in itertools.combinations(FACTORS, strength):
-        for values in itertools.product(*(FACTORS[factor] for factor in factors)):
-            cell = dict(zip(factors, values, strict=True))
-            if possible(cell, without):
-                found.add(frozenset(cell.items()))
-    return found
+def every_pair(without: frozenset[str] = frozenset()) -> set[Pair]:
+    """All pairs of values that occur in a supported cell."""
+    every = (zip(factors, values, strict=True) for factors in itertools.combinations(FACTORS, 2)
+             for values in itertools.product(*(FACTORS[factor] for factor in factors)))  # fmt: skip
+    return {frozenset(pair.items()) for pair in map(dict, every) if possible(pair, without)}
 
 
 def cost(cell: Cell) -> float:
@@ -214,42 +203,48 @@ def cost(cell: Cell) -> float:
 
 
 def cover(
-    strength: int = 2,
-    seed: int = SEED,
-    without: frozenset[str] = frozenset(),
-    beyond: frozenset[str] | None = None,
-    tries: int = 12,
+    seed: int = SEED, without: frozenset[str] = frozenset(), beyond: frozenset[str] | None = None, tries: int = 12
 ) -> list[Cell]:
-    """Cells in which every allowed combination of `strength` values occurs, except those with values of `without`.
+    """Cells in which every allowed pair of values occurs, except those with values of `without`.
 
-    beyond: only combinations that are not in the cover without these.
+    beyond: only pairs that are not in the cover without these.
     """
     random_ = random.Random(seed)
-    left = every_part(strength, without) - (set() if beyond is None else every_part(strength, beyond))
     # in a fixed order: the order of a set differs between processes
-    queue = sorted(left, key=lambda part: sorted(part))
+    queue = sorted(every_pair(without) - (set() if beyond is None else every_pair(beyond)), key=sorted)
     random_.shuffle(queue)
+    left = dict.fromkeys(_REFUSED_WITH, 0)  # a value -> those whose pair with it is in no cell yet
+    for one, other in _both_ways(queue):
+        left[one] |= other
     cells = []
-    while left:
-        queue = [part for part in queue if part in left]
-        candidates = [_grown(dict(queue[number % len(queue)]), left, strength, random_, without) for number in range(tries)]
-        best = max(candidates, key=lambda cell: sum(part in left for part in parts(cell, strength)) / cost(cell))
-        left -= set(parts(best, strength))
+    while queue:
+        starts = (dict(queue[number % len(queue)]) for number in range(tries))
+        candidates = [_grown(start, left, random_, _named(without)) for start in starts]
+        best = max(candidates, key=lambda cell, uncovered=set(queue): len(pairs(cell) & uncovered) / cost(cell))
+        covered = pairs(best)
+        queue = [pair for pair in queue if pair not in covered]
+        for one, other in _both_ways(covered):
+            left[one] &= ~other
         cells.append({factor: best[factor] for factor in FACTORS})
     return cells
 
 
-def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random, without: frozenset[str]) -> Cell:
+def _both_ways(of: Iterable[Pair]) -> Iterator[tuple[int, int]]:
+    return ((_BITS[one], _BITS[other]) for pair in of for one, other in itertools.permutations(pair))
+
+
+def _grown(cell: Cell, left: dict[int, int], random_: random.Random, without: int) -> Cell:
     """The cell with a value for every factor: each value covers the most with those before it; ties go to the plainest."""
     cell.setdefault("precision", PLAIN["precision"])
     factors = [factor for factor in FACTORS if factor not in cell]
     random_.shuffle(factors)
     for factor in factors:
-        best, most = "", -1
+        best, most, chosen = "", -1, _bits(cell.items())
+        tested = chosen if cell["precision"] == PLAIN["precision"] else _BITS["precision", cell["precision"]]  # see `pairs`
         for value in FACTORS[factor]:
-            more = {**cell, factor: value}
-            count = sum(part in left for part in parts(more, strength, factor))
-            if count > most and possible(more, without, factor):
+            bit = _BITS[factor, value]
+            count = (left[bit] & tested).bit_count()
+            if count > most and not bit & without and _fits(bit, chosen) and _completes(chosen | bit, without):
                 best, most = value, count
         cell[factor] = best
     return cell
@@ -267,7 +262,8 @@ def with_dimensions(cell: Cell) -> set[tuple[str, ...]]:
 
 def with_schedules(cell: Cell) -> set[tuple[str, ...]]:
     """Each value alone, and pipeline meshes with their schedules."""
-    return {(cell["mesh"], cell["schedule"])} | set(cell.items())
+    others = {item for item in cell.items() if item[0] != "mesh"}
+    return others | ({(cell["mesh"], cell["schedule"])} if cell["mesh"] in PIPELINES else set())
 
 
 def few(cells: dict[str, Cell], shows: Callable[[Cell], set[tuple[str, ...]]]) -> list[str]:
@@ -277,6 +273,9 @@ def few(cells: dict[str, Cell], shows: Callable[[Cell], set[tuple[str, ...]]]) -
     while left:
         names.append(max(shown, key=lambda name: len(shown[name] & left) / (1 + cost(cells[name]))))
         left -= shown[names[-1]]
+    for name in sorted(names, key=lambda name: -cost(cells[name])):
+        if shown[name] <= set().union(*(shown[other] for other in names if other != name)):  # by later ones
+            names.remove(name)
     return names
 
 
@@ -293,19 +292,18 @@ def name(cell: Cell) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strength", type=int, default=2, help="cover every combination of so many values")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--all", action="store_true", help="with what only `make test-all` runs")
     words = parser.parse_args()
     without = frozenset() if words.all else LATER
-    cells = cover(words.strength, words.seed, without)
+    cells = cover(words.seed, without)
     widths = {factor: max(map(len, (factor, *values))) for factor, values in FACTORS.items()}
     print("  ".join(f"{factor:<{width}}" for factor, width in widths.items()))
     for cell in cells:
         print("  ".join(f"{cell[factor]:<{width}}" for factor, width in widths.items()))
-    every = every_part(words.strength, without)
-    covered = {part for cell in cells for part in parts(cell, words.strength)}
-    print(f"{len(cells)} cells; {len(covered & every)} of {len(every)} combinations of {words.strength} values")
+    every = every_pair(without)
+    covered = set().union(*map(pairs, cells))
+    print(f"{len(cells)} cells; {len(covered & every)} of {len(every)} pairs of values")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,6 @@ MODELS = {"gpt_oss": ("tests.tiny_gpt_oss", "plain")}
 STEPS = 3
 MARGIN = 5e-6  # between the scores of the last chosen and the next expert; rounding changes scores by less than 1e-6
 COMPILED = {"enable": True, "backend": "aot_eager"}
-# with experts that are split
-MESHES = (
-    *("shard 2, ep 2", "shard 4, ep 2", "shard 4, ep 4", "tp 2, ep 2", "shard 2 x tp 2, ep 4", "replicate 2 x shard 2, ep 2"),
-    *("shard 2 x context 2, ep 2", "context 2 x tp 2, ep 4"),
-)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"activation_checkpoint": MODES["full"]},

@@ -106,16 +106,6 @@ def group_of_rank_0(degrees: dict[str, int], over: tuple[str, ...], ranks: int) 
     return tuple(members[:ranks])
 
 
-ON_GLOO = {name: CASES[name] for name in (
-    "shard 4, reshard to 2",
-    "hybrid, accumulation, reduced once",
-    "hybrid, accumulation",
-    "hybrid, tied, accumulation",
-    "2 x 2, tied",
-    "2 x 2, bfloat16, full recomputation",
-    "tp 2, norms behind sublayers",
-    "vocabulary 515, 2 x 2",
-)} | COUNTED  # fmt: skip
 # A formula by shapes, accumulation, and cases without a formula: Muon, gathers in float8, weights of features.
 SHORT = [
     "hybrid, tied, accumulation",
@@ -123,11 +113,21 @@ SHORT = [
     "shard 2, gathers in float8",
     "shard 2 x context 2, documents, full recomputation",
 ]
+ON_GLOO = [
+    *SHORT,
+    "hybrid, accumulation, reduced once",
+    "vocabulary 515, 2 x 2",
+    "2 x 2, adapters, every second of four layers",
+    "tp 2, weights of features",
+    "tp 2, float8",
+    "context 4, heads exchanged, bfloat16",
+    "context 2 x tp 2, windows and caps, recomputation by operation",
+]
 
 
 @pytest.mark.parametrize("name", slow_but(SHORT, ON_GLOO))
 def test_a_step_sends_what_is_predicted(pools: dict[int, Pool], name):
-    case = ON_GLOO[name]
+    case = (CASES | COUNTED)[name]
     config = case.config()
     calls, sizes = Counter(), Counter()
     for channel, traffic in predict(config, case.ranks, "cpu").work.traffic.items():
@@ -154,9 +154,7 @@ def worst(router: Router, scores: Tensor) -> Tensor:
     return torch.arange(router.top_k).repeat(len(scores), 1)
 
 
-def step_with_exchange(
-    degrees: dict[str, int], config: Config, choose: Any = balanced
-) -> dict[tuple[str, int], tuple[int, int]]:
+def step_with_exchange(degrees: dict[str, int], config: Config, choose: Any) -> dict[tuple[str, int], tuple[int, int]]:
     """(collective, ranks) -> calls and bytes of a step with these choices; modes do not see into the operation that
     exchanges rows, so that its calls are counted in its module."""
     sizes: list[tuple[int, int]] = []
@@ -178,35 +176,31 @@ def step_with_exchange(
     return {key: (calls[key], total[key]) for key in calls if key[1] > 1}
 
 
-EXCHANGES = {
-    "shard 4, ep 2": ({"dp_shard": 4, "ep": 2}, "none", 1.5),
-    "shard 4, ep 2, full recomputation, four chunks": ({"dp_shard": 4, "ep": 2}, "full", 0.7),
-    "shard 2 x tp 2, ep 4, recomputation by operation": ({"dp_shard": 2, "tp": 2, "ep": 4}, "per operation", 1.5),
-    "replicate 2 x shard 2, ep 2": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "none", 1.5),
-}
+FOUR_CHUNKS = {"dp_shard": 4, "ep": 2}, "full", 0.7
 
 
-@pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, four chunks"], EXCHANGES))
-def test_a_step_with_split_experts_sends_what_is_predicted(pools, name):
-    compare_exchange(pools, *EXCHANGES[name], "balanced", balanced)
-
-
-@pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, four chunks"], EXCHANGES))
-def test_a_step_with_the_worst_routing_sends_what_is_predicted(pools, name):
-    compare_exchange(pools, *EXCHANGES[name], "worst", worst)
-
-
-def compare_exchange(pools: Any, degrees: dict[str, int], reduced: str, factor: float, routing: Any, choose: Any) -> None:
+@pytest.mark.parametrize(
+    ("cell", "routing"),
+    [
+        (FOUR_CHUNKS, worst),
+        pytest.param(FOUR_CHUNKS, balanced, marks=pytest.mark.slow),
+        pytest.param(({"dp_shard": 2, "tp": 2, "ep": 4}, "per operation", 1.5), balanced, marks=pytest.mark.slow),
+        pytest.param(({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "none", 1.5), balanced, marks=pytest.mark.slow),
+    ],
+    ids=["four chunks, worst", "four chunks", "tp, by operation", "replicas"],
+)
+def test_a_step_with_split_experts_sends_what_is_predicted(pools, cell, routing):
     """The prediction equals what gloo is given on rank 0, but for how many experts of a token are on one rank: on average."""
+    degrees, reduced, factor = cell
     mesh = {dimension: degree for dimension, degree in degrees.items() if dimension != "ep"}
     split, several = {"expert_parallel_degree": degrees["ep"]}, {"moe": {"max_tokens_factor": factor}}
     case = Case(mesh, reduced=reduced, name="tests.tiny_moe", parallelism=split, others=several)
     calls, sizes = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
-    for channel, traffic in predict(case.config(), case.ranks, "cpu", routing).work.traffic.items():
+    for channel, traffic in predict(case.config(), case.ranks, "cpu", routing.__name__).work.traffic.items():
         calls[channel.kind, channel.ranks] += traffic.calls
         sizes[channel.kind, channel.ranks] += traffic.size
     function = "tests.distributed.test_communication:step_with_exchange"
-    sent = pools[case.ranks].run(function, degrees=degrees, config=case.config(), choose=choose)[0]
+    sent = pools[case.ranks].run(function, degrees=degrees, config=case.config(), choose=routing)[0]
     key = "all-to-all", degrees["ep"]
     (found_calls, found), expected = sent.pop(key), sizes.pop(key)
     print(found_calls, calls[key], found / expected)

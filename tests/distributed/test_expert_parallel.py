@@ -1,58 +1,45 @@
 """Expert parallelism: the gradients, losses and norms of one process, for any split of experts and any dispatch."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from models.moe import experts_of
-from tests.distributed.mixtures import MESHES, VARIANTS, assert_as_on_one_process, config_of_cell
+from tests.distributed.mixtures import assert_as_on_one_process, config_of_cell
 from tests.distributed.scenarios import degrees_of, mesh_of, trajectory
-from tests.repetitions import in_turn
 from titanlite.config.schema import Config
 from titanlite.parallel import fsdp
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.registry.family import load_family
 from titanlite.verify.compare import Trajectory
 
-FLAVORS = ("plain", "shared", "grouped", "gpt_oss")
-# test_cover.py combines more features, but has no experts with biases: for these, `make test-all` has each mesh and variant.
-# `make campaign PART=cells` has the product.
+# test_cover.py combines more features, but has no experts with biases.
 CELLS = [
     ("plain", "shard 2, ep 2", "plain"),
     ("shared", "replicate 2 x shard 2, ep 2", "accumulated"),
     ("gpt_oss", "tp 2, ep 2", "recomputed"),
 ]
-OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell[0] == "gpt_oss" and cell not in CELLS]
-# The share of the average rows that a rank receives at a time, so that these runs need several chunks.
-SEVERAL_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.3}}
-MANY_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.03}}
-INDUCTOR: dict[str, Any] = {"compile": {"enable": True, "backend": "inductor"}}  # recomputes blocks itself
-ROUNDS = [
-    ("plain", "shard 2, ep 2", "plain", SEVERAL_ROUNDS),
-    pytest.param("gpt_oss", "shard 4, ep 4", "compiled", MANY_ROUNDS, marks=pytest.mark.slow),
-    pytest.param("shared", "shard 2, ep 2", "recomputed", SEVERAL_ROUNDS | INDUCTOR, marks=pytest.mark.slow),
+OTHERS = [
+    ("gpt_oss", "shard 4, ep 4", "accumulated"),
+    ("gpt_oss", "shard 2 x tp 2, ep 4", "compiled"),
+    ("gpt_oss", "replicate 2 x shard 2, ep 2", "recomputed per operation"),
+    ("gpt_oss", "context 2 x tp 2, ep 4", "compiled, recomputed per operation"),
 ]
+# The share of the average rows that a rank receives at a time, so that these runs need several chunks.
+SEVERAL_ROUNDS = {"max_tokens_factor": 0.3}
 
 
-def identity(cell: tuple[Any, ...]) -> str:
-    return ", ".join(str(part) for part in cell if isinstance(part, str))
-
-
-@pytest.mark.parametrize(("flavor", "mesh", "variant"), CELLS, ids=map(identity, CELLS))
+@pytest.mark.parametrize(
+    ("flavor", "mesh", "variant"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in OTHERS)]
+)
 def test_split_experts_have_the_gradients_of_one_process(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(identity, OTHERS))
-def test_experts_with_biases_equal_one_process_on_every_mesh(pools, flavor, mesh, variant):
-    assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
-
-
-@pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS)
-def test_dispatching_in_many_chunks_changes_nothing(pools, flavor, mesh, variant, rounds):
-    assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant, **rounds))
+def test_dispatching_in_several_chunks_changes_nothing(pools):
+    mesh = "shard 2, ep 2"
+    config = config_of_cell("plain", degrees_of(mesh), "plain", moe=SEVERAL_ROUNDS)
+    assert_as_on_one_process(pools, "plain", mesh, config)
 
 
 def ties_of_split_experts(degrees: dict[str, int], config: Config) -> list[bool]:
@@ -77,14 +64,8 @@ def units_inside_of_blocks(degrees: dict[str, int], config: Config) -> tuple[Tra
         return trajectory(degrees, config)
 
 
-NESTED = [
-    ("shared", "replicate 2 x shard 2, ep 2", "accumulated"),
-    pytest.param("grouped", "shard 2 x tp 2, ep 4", "recomputed", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("flavor", "mesh", "variant"), NESTED)
-def test_split_experts_without_a_mesh_for_each_parameter_equal_one_process(pools, flavor, mesh, variant):
+def test_split_experts_without_a_mesh_for_each_parameter_equal_one_process(pools):
+    flavor, mesh, variant = "shared", "replicate 2 x shard 2, ep 2", "accumulated"
     config = config_of_cell(flavor, degrees_of(mesh), variant)
     function = "tests.distributed.test_expert_parallel:units_inside_of_blocks"
     assert_as_on_one_process(pools, flavor, mesh, config, function)

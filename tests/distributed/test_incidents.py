@@ -6,7 +6,6 @@ test_cuda_shim.py finds host syncs.
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,6 @@ HERE = "tests.distributed.test_incidents"
 TWO_BY_TWO = {"dp_shard": 2, "tp": 2}
 HYBRID = {"dp_replicate": 2, "dp_shard": 2}
 STAGES, STAGES_OF_SHARDS = {"pp": 2}, {"pp": 2, "dp_shard": 2}
-MESHES = [{}, TWO_BY_TWO, HYBRID]
 Degrees = dict[str, int]
 
 
@@ -87,13 +85,12 @@ def compare_states(degrees: Degrees, config: Config, token: int | None) -> tuple
     return steps, [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
-@pytest.mark.parametrize("degrees", [*MESHES, pytest.param(STAGES_OF_SHARDS, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
-    ("name", "token"),
+    ("degrees", "name", "token"),
     [
-        ("AdamW", tiny_poison.OF_GRADIENT),
-        pytest.param("AdamW", tiny_poison.OF_LOSS, marks=pytest.mark.slow),
-        pytest.param("Adam", tiny_poison.OF_LOSS, marks=pytest.mark.slow),
+        (TWO_BY_TWO, "AdamW", tiny_poison.OF_GRADIENT),
+        pytest.param(HYBRID, "AdamW", tiny_poison.OF_LOSS, marks=pytest.mark.slow),
+        pytest.param(STAGES_OF_SHARDS, "Adam", tiny_poison.OF_LOSS, marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_microbatch_of_one_rank_is_skipped_by_all_and_leaves_no_trace(pools, degrees, token, name):
@@ -159,7 +156,7 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
     return [*found, sum_over(LOSS_DIMENSIONS, shares.clone(), mesh).tolist()]
 
 
-@pytest.mark.parametrize("degrees", [*MESHES, STAGES_OF_SHARDS], ids=str)
+@pytest.mark.parametrize("degrees", [TWO_BY_TWO, HYBRID, STAGES_OF_SHARDS], ids=str)
 def test_every_rank_reads_the_same_losses_for_any_number_of_steps_at_once(pools, degrees):
     ranks = pools[ranks_of(degrees)].run(f"{HERE}:readings", degrees=degrees, at_once=(1, 2, 5, 30))
     *groups, plain = ranks[0]
@@ -172,15 +169,19 @@ def test_every_rank_reads_the_same_losses_for_any_number_of_steps_at_once(pools,
 # -------------------------------------------------------------------------------------------------------- the whole loop
 
 
-def run_poisoned(degrees: Degrees, config: Config, steps: dict[int, int]) -> None:
-    """A whole run of the training program on data that spoil some steps."""
-    train(config, poisoned(config, steps), None, mesh_of(degrees), CPU, 0.0)
+def run_poisoned(degrees: Degrees, config: Config, steps: dict[int, int], epochs: float | None) -> None:
+    """A whole run of the training program on data that spoil some steps, and have this limit of epochs."""
+    data = poisoned(config, steps)
+    source = data.sources[0]
+    data.sources[0] = source._replace(cfg=source.cfg.model_copy(update={"epochs": epochs}))
+    train(config, data, None, mesh_of(degrees), CPU, 0.0)
     torch.distributed.barrier()
 
 
 def run(
     pools: dict[int, Pool], degrees: Degrees, folder: Path, policy: str, bad: dict[int, int], steps: int = 12, **sections
 ) -> None:
+    epochs = sections.pop("epochs", None)
     config = config_of(
         degrees,
         accumulation=2,
@@ -192,7 +193,7 @@ def run(
         checkpoint={"enable": True, "interval": 5, **sections.pop("checkpoint", {})},
         **sections,
     )
-    pools[ranks_of(degrees)].run(f"{HERE}:run_poisoned", degrees=degrees, config=config, steps=bad)
+    pools[ranks_of(degrees)].run(f"{HERE}:run_poisoned", degrees=degrees, config=config, steps=bad, epochs=epochs)
 
 
 def reports(folder: Path) -> list[tuple[int, float, float]]:
@@ -223,16 +224,14 @@ def skip_to(folder: Path, step: int, samples: int) -> None:
 BAD = {8: tiny_poison.OF_LOSS}
 
 
-@pytest.mark.parametrize("log_freq", [1, 100])
-def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path, log_freq):
+def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path):
     with pytest.raises(WorkerFailure, match=r"UserError: step 8: loss nan, gradient norm nan, samples 56 to 63: .*--step 8\n"):
-        run(pools, {}, tmp_path, "stop", BAD, log_freq=log_freq)
+        run(pools, {}, tmp_path, "stop", BAD, log_freq=100)
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-00000005"]
     assert [(entry["step"], entry["action"]) for entry in read_entries(tmp_path / INCIDENTS)] == [(8, "stop")]
-    assert all(step < 8 for step, *_ in reports(tmp_path))
 
 
-@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}, STAGES], ids=str)
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, STAGES], ids=str)
 def test_skip_continues_without_the_batch_and_reports_it(pools, tmp_path, degrees):
     run(pools, degrees, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT})
     found = reports(tmp_path)
@@ -243,15 +242,13 @@ def test_skip_continues_without_the_batch_and_reports_it(pools, tmp_path, degree
     assert [(e["step"], e["action"], e["samples"]) for e in entries] == [(8, "skipped", [56, 64]), (10, "skipped", [72, 80])]
 
 
-@pytest.mark.parametrize(("degrees", "log_freq"), [({}, 100), (HYBRID, 3), (STAGES, 3)], ids=str)
+@pytest.mark.parametrize(("degrees", "log_freq"), [({}, 100), ({"dp_shard": 2}, 3), (STAGES, 3)], ids=str)
 def test_rollback_continues_from_the_checkpoint_with_the_batch_after_the_bad_one(pools, tmp_path, degrees, log_freq):
     run(pools, degrees, tmp_path / "run", "rollback", BAD, log_freq=log_freq)
     run(pools, degrees, tmp_path / "expected", "stop", {}, steps=5, log_freq=log_freq)
     skip_to(tmp_path / "expected", 5, 64)
     run(pools, degrees, tmp_path / "expected", "stop", BAD, log_freq=log_freq)
     assert checksums(tmp_path / "run", 12) == checksums(tmp_path / "expected", 12)
-    if log_freq == 1:
-        assert reports(tmp_path / "run") == reports(tmp_path / "expected")
     assert means(tmp_path / "run")[12] == means(tmp_path / "expected")[12]
     assert manifest.read(tmp_path / "run/checkpoint/step-00000012").numbers["samples"] == 64 + 7 * 8
     last = read_entries(tmp_path / "run" / INCIDENTS)[-1]
@@ -270,34 +267,16 @@ def test_a_resumed_run_reports_the_mean_losses_of_the_uninterrupted_one(pools, t
     assert found[7] == (losses[5] + losses[6] + losses[7]) / 3
 
 
-def run_within_epochs(config: Config, steps: dict[int, int], epochs: float) -> None:
-    """As `run_poisoned` on one process; its single source has this limit of epochs."""
-    data = poisoned(config, steps)
-    source = data.sources[0]
-    data.sources[0] = source._replace(cfg=source.cfg.model_copy(update={"epochs": epochs}))
-    train(config, data, None, mesh_of({}), CPU, 0.0)
-
-
 def test_samples_left_out_by_a_rollback_do_not_count_as_epochs(pools, tmp_path):
     """12 steps of 8 samples use up the epochs; a rollback leaves 24 samples out."""
-    config = config_of(
-        {},
-        model={"name": "tests.tiny_poison"},
-        job={"dump_folder": str(tmp_path)},
-        training={"steps": 12, "on_nonfinite": "rollback"},
-        lr_scheduler={"total_steps": 20},
-        metrics={"log_freq": 1, "enable_tensorboard": False},
-        checkpoint={"enable": True, "interval": 5},
-    )
-    allowed = {"steps": BAD, "epochs": 96.5 / 625}
-    pools[1].run(f"{HERE}:run_within_epochs", config=config, **allowed)
+    allowed = 96.5 / 625
+    run(pools, {}, tmp_path, "rollback", BAD, epochs=allowed)
     found = manifest.read(tmp_path / "checkpoint/step-00000012").numbers
     assert (found["samples"], found["timeline"][-1]["skipped"]) == (120, 24)
     (tmp_path / "checkpoint/step-00000012").rename(tmp_path / "lost")
-    pools[1].run(f"{HERE}:run_within_epochs", config=config, **allowed)
-    again = config.model_copy(update={"training": config.training.model_copy(update={"steps": 13})})
+    run(pools, {}, tmp_path, "rollback", BAD, epochs=allowed)
     with pytest.raises(WorkerFailure, match=r"UserError: .*more epochs than allowed\n  tests: 0.17 epochs of 625 samples"):
-        pools[1].run(f"{HERE}:run_within_epochs", config=again, **allowed)
+        run(pools, {}, tmp_path, "rollback", BAD, steps=13, epochs=allowed)
 
 
 def test_two_bad_batches_are_left_out_for_any_interval_of_reading_losses(pools, tmp_path):
@@ -311,24 +290,26 @@ def test_two_bad_batches_are_left_out_for_any_interval_of_reading_losses(pools, 
         assert checksums(tmp_path / str(log_freq), 12) == checksums(tmp_path / "1", 12)
 
 
-def rolls_back_to_the_same(pools, folder: Path, degrees: Degrees, **sections: Any) -> bool:
-    """Whether a rollback at the end gives the tensors of a run that leaves the batch out from the start."""
-    run(pools, degrees, folder / "run", "rollback", BAD, log_freq=12, **sections)
-    run(pools, degrees, folder / "expected", "stop", {}, steps=5, **sections)
-    skip_to(folder / "expected", 5, 64)
-    run(pools, degrees, folder / "expected", "stop", BAD, **sections)
-    return checksums(folder / "run", 12) == checksums(folder / "expected", 12)
+FLOAT8 = {"float8": {"enable": True, "emulate": True, "enable_fsdp_float8_all_gather": True}}
 
 
-def test_rollback_works_with_any_optimizer_and_restores_moments_and_weights(pools, tmp_path):
-    assert rolls_back_to_the_same(pools, tmp_path, {}, optimizer={"implementation": "foreach"})
-
-
-def test_rollback_recomputes_float8_scales_of_gathered_weights(pools, tmp_path):
-    pytest.importorskip("torchao", reason="needs torchao")
-    float8 = {"enable": True, "emulate": True, "enable_fsdp_float8_all_gather": True}
-    # at this rate the largest weights grow past powers of two between checkpoint and rollback, and so do their scales
-    assert rolls_back_to_the_same(pools, tmp_path, {"dp_shard": 2}, float8=float8, optimizer={"lr": 0.05})
+@pytest.mark.parametrize(
+    ("degrees", "sections"),
+    [
+        ({}, {"optimizer": {"implementation": "foreach"}}),
+        # at this rate the largest weights grow past powers of two between checkpoint and rollback, and so do their scales
+        ({"dp_shard": 2}, FLOAT8 | {"optimizer": {"lr": 0.05}}),
+    ],
+    ids=["foreach", "float8 scales of gathered weights"],
+)
+def test_a_rollback_at_the_end_gives_the_tensors_of_a_run_without_the_batch(pools, tmp_path, degrees, sections):
+    if "float8" in sections:
+        pytest.importorskip("torchao", reason="needs torchao")
+    run(pools, degrees, tmp_path / "run", "rollback", BAD, log_freq=12, **sections)
+    run(pools, degrees, tmp_path / "expected", "stop", {}, steps=5, **sections)
+    skip_to(tmp_path / "expected", 5, 64)
+    run(pools, degrees, tmp_path / "expected", "stop", BAD, **sections)
+    assert checksums(tmp_path / "run", 12) == checksums(tmp_path / "expected", 12)
 
 
 def test_a_rollback_before_any_checkpoint_stops_the_run_and_says_why(pools, tmp_path):

@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.checkpoint_runs import (
-    FILES,
-    SHARD,
-    assert_same,
-    flip,
-    losses,
-    names,
-    resumed,
-    saved,
-    train,
-)
+from tests.distributed.checkpoint_runs import SHARD, assert_same, flip, losses, names, resumed, saved, train
 from tests.distributed.test_resume import stored
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
@@ -37,32 +27,26 @@ def exchange(path: Path, other: Path) -> None:
     shutil.copy(other, path)
 
 
-SIZE, SUM, NOT_JSON = "is damaged: it has ", "is damaged: its checksum is ", "is damaged: not JSON"
-# the damage, the offset, and the message if the file is the manifest
-DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str, str]] = {
-    "truncated": (cut, SIZE, "is damaged: its checksum is not"),  # the manifest's last byte is a line end: still JSON
-    "flipped": (lambda path, other: flip(path), SUM, "is damaged: "),
-    "emptied": (lambda path, other: path.write_bytes(b""), SIZE, NOT_JSON),
-    "removed": (lambda path, other: path.unlink(), "is missing", "is missing"),
-    "of another step": (exchange, SUM, "is damaged: it belongs to step 2"),
+SUM = "is damaged: its checksum is "
+# each file with one damage: what does it, from the same file of another step, and what the message says
+DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    ".metadata": (lambda path, other: flip(path), SUM),
+    "__0_0.distcp": (cut, "is damaged: it has "),
+    "__1_0.distcp": (exchange, SUM),
+    manifest.FILE: (lambda path, other: path.unlink(), "is missing"),
 }
-# each file with one damage, and in `make test-all` with another one
-DAMAGED = [(name, [*DAMAGES][number % len(DAMAGES)]) for number, name in enumerate(FILES)]
-DAMAGED += [
-    pytest.param(name, [*DAMAGES][(number + 2) % len(DAMAGES)], marks=pytest.mark.slow) for number, name in enumerate(FILES)
-]
 
 
-@pytest.mark.parametrize(("name", "damage"), DAMAGED)
-def test_a_damaged_checkpoint_is_named_and_the_run_ends_as_without_it(pools, whole, half, tmp_path, name, damage):
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_run_ends_as_without_it(pools, whole, half, tmp_path, name):
     run = Path(shutil.copytree(half, tmp_path / "run"))
     before, newest = (step_folder(run / "checkpoint", step) for step in (2, 4))
-    do, of_a_file, of_the_manifest = DAMAGES[damage]
-    do(newest / name, before / name)
+    damage, message = DAMAGES[name]
+    damage(newest / name, before / name)
     ranks = train(pools, SHARD, run, 6)
     assert [rank.error for rank in ranks] == ["", ""]
     said = [line for rank in ranks for line in rank.log if line.startswith("not used: ")]
-    assert len(said) == 1 and f"{newest / name}: {of_the_manifest if name == manifest.FILE else of_a_file}" in said[0]
+    assert len(said) == 1 and f"{newest / name}: {message}" in said[0]
     assert [rank.read for rank in ranks] == [[str(before)], [str(before)]]
     assert resumed(run) == [0, 2]
     assert saved(run) == [*names(2, 4), "step-00000004.aside-1", *names(6)]
@@ -119,7 +103,7 @@ def shapes(flavor: str) -> dict[str, tuple[int, ...]]:
     return {f"model.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("before", "now"), [("plain", "uneven"), ("plain", "deep"), ("deep", "plain"), ("plain", "tied")])
+@pytest.mark.parametrize(("before", "now"), [("deep", "uneven"), ("tied", "deep")])
 def test_every_tensor_that_does_not_fit_is_listed_with_the_reason(pools, tmp_path, before, now):
     assert train(pools, SHARD, tmp_path / "before", 2, flavor=before)[0].error == ""
     source, had, has = tmp_path / "before/checkpoint/step-00000002", shapes(before), shapes(now)
@@ -150,9 +134,8 @@ def test_excluded_tensors_keep_their_initial_values_and_all_others_are_loaded(po
         assert torch.allclose(found[name], expected[name], rtol=0, atol=1e-12), name
 
 
-@pytest.mark.parametrize("name", ["step-00000004.aside-1", "best so far"])
-def test_a_run_can_start_from_a_renamed_checkpoint(pools, half, tmp_path, name):
-    source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / name))
+def test_a_run_can_start_from_a_renamed_checkpoint(pools, half, tmp_path):
+    source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / "step-00000004.aside-1"))
     ranks = train(pools, SHARD, tmp_path / "run", 2, checkpoint={"initial_load_path": source})
     assert [rank.error for rank in ranks] == ["", ""]
     assert ranks[0].read == [source]
@@ -164,8 +147,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(pools, half, tmp
         assert rank.error == f"{source}/manifest.json: is damaged: it belongs to step 4"
 
 
-@pytest.mark.parametrize("only", [True, False], ids=["weights alone", "a branch"])
-@pytest.mark.parametrize("pattern", ["model.layer.*", "layers.*", ""])
+@pytest.mark.parametrize(("pattern", "only"), [("layers.*", True), ("", False)], ids=["weights alone", "a branch"])
 def test_a_pattern_that_matches_no_tensor_is_refused(pools, half, tmp_path, pattern, only):
     start = {"initial_load_path": str(half / "checkpoint/step-00000004"), "initial_load_model_only": only}
     for rank in train(pools, SHARD, tmp_path, 6, checkpoint=start | {"exclude_from_loading": ["model.head.*", pattern]}):

@@ -2,20 +2,22 @@
 
 import pytest
 
-from tests.distributed.mixtures import MARGIN, VARIANTS, assert_as_on_one_process, config_of_cell, reference
+from tests.distributed.mixtures import MARGIN, assert_as_on_one_process, config_of_cell, reference
 from tests.distributed.scenarios import degrees_of
-from tests.repetitions import in_turn, slow_but
 
 FLAVORS = ("plain", "shared", "grouped", "three", "gpt_oss")
-MESHES = ("one process", "shard 2", "tp 2", "shard 2 x tp 2", "replicate 2 x shard 2", "context 2", "context 2 x tp 2")
-# test_cover.py has the other routers; `make test-all` has each mesh and variant with a router that chooses three experts, and
-# with experts that have biases.
+# test_cover.py has the other routers.
 CELLS = [
-    ("three", "replicate 2 x shard 2", "accumulated"),
+    ("three", "shard 2", "accumulated"),
     ("gpt_oss", "shard 2 x tp 2", "compiled, recomputed per operation"),
-    ("gpt_oss", "context 2 x tp 2", "plain"),
+    ("gpt_oss", "context 2", "plain"),
 ]
-OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell[0] in ("three", "gpt_oss") and cell not in CELLS]
+OTHERS = [
+    ("three", "context 2", "compiled"),
+    ("three", "context 2 x tp 2", "recomputed per operation"),
+    ("gpt_oss", "replicate 2 x shard 2", "accumulated"),
+    ("gpt_oss", "context 2 x tp 2", "compiled"),
+]
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -29,18 +31,14 @@ def test_routing_in_these_runs_does_not_depend_on_rounding_and_all_parameters_le
     assert (experts > 0).all()
 
 
-@pytest.mark.parametrize(("flavor", "mesh", "variant"), CELLS, ids=map(", ".join, CELLS))
+@pytest.mark.parametrize(
+    ("flavor", "mesh", "variant"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in OTHERS)]
+)
 def test_a_mixture_has_the_gradients_of_one_process_on_every_mesh(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(", ".join, OTHERS))
-def test_other_routers_equal_one_process_on_every_mesh(pools, flavor, mesh, variant):
-    assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
-
-
-@pytest.mark.parametrize("mesh", slow_but(["context 2"], ["context 2", "context 2 x tp 2"]))
-def test_sinks_follow_their_heads_where_heads_are_exchanged(pools, mesh):
+def test_sinks_follow_their_heads_where_heads_are_exchanged(pools):
+    mesh = "context 2"
     method = {"context_parallel_degree": 2, "context_parallel_method": "ulysses"}
     assert_as_on_one_process(pools, "gpt_oss", mesh, config_of_cell("gpt_oss", degrees_of(mesh), "plain", parallelism=method))

@@ -14,7 +14,6 @@ from tests.distributed.mixtures import MARGIN
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import config_of, given_gradients, mesh_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO
-from tests.repetitions import slow_but
 from titanlite.config.schema import Config, Optimizer
 from titanlite.optim import muon
 from titanlite.optim.build import is_orthogonalized
@@ -26,13 +25,12 @@ from titanlite.transforms.shards import local_part
 from titanlite.verify.compare import compare
 
 HERE = "tests.distributed.test_muon"
-EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 MESHES = [
     {"dp_shard": 4},
     {"tp": 4},
     TWO_BY_TWO,
     {"dp_replicate": 2, "dp_shard": 2},
-    pytest.param(EVERYTHING, marks=pytest.mark.slow),
+    pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
     pytest.param({"dp_shard": 8}, marks=pytest.mark.slow),
 ]
 MUON = {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile in every rank
@@ -81,22 +79,16 @@ def test_compiled_muon_gives_the_same_parameters(pools):
     assert_same(found, expected)
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "tied": {"model": {"flavor": "tied"}},
-    "bfloat16": {"training": BFLOAT16},
-    "qwen": {"model": {"name": "tests.tiny_qwen3"}},
-    "gemma": {"model": {"name": "tests.tiny_gemma3"}},
-}
+OTHERS: dict[str, dict[str, Any]] = {"tied": {"model": {"flavor": "tied"}}, "bfloat16": {"training": BFLOAT16}}
 
 
-@pytest.mark.parametrize("other", slow_but(["tied", "bfloat16"], OTHERS))
-def test_other_families_in_bfloat16_and_indivisible_rows_give_the_same_parameters(pools, other):
+@pytest.mark.parametrize("other", OTHERS)
+def test_tied_weights_and_bfloat16_give_the_same_parameters(pools, other):
     sections = {"optimizer": MUON, **OTHERS[other]}
     expected, _ = expected_of(pools, **sections)
-    for degrees in (TWO_BY_TWO, {"dp_shard": 4}):
-        config = config_of(degrees, **sections)
-        found, _ = pools[ranks_of(degrees)].run(f"{HERE}:orthogonalized", degrees=degrees, config=config)[0]
-        assert_same(found, expected)
+    config = config_of(TWO_BY_TWO, **sections)
+    found, _ = pools[4].run(f"{HERE}:orthogonalized", degrees=TWO_BY_TWO, config=config)[0]
+    assert_same(found, expected)
 
 
 EXPERTS = {
@@ -104,14 +96,10 @@ EXPERTS = {
     "2 x 2": (TWO_BY_TWO, "plain"),
     "shard 2, ep 2": ({"dp_shard": 2, "ep": 2}, "plain"),
     "shard 2, three experts": ({"dp_shard": 2}, "three"),  # ranks split their rows
-    "tp 2, ep 2": ({"tp": 2, "ep": 2}, "plain"),
-    "shard 4, three experts": ({"dp_shard": 4}, "three"),
-    "2 x 2 x 2, ep 4": ({**EVERYTHING, "ep": 4}, "plain"),
-    "2 x 2 x 2, three experts": (EVERYTHING, "three"),
 }
 
 
-@pytest.mark.parametrize("name", slow_but([*EXPERTS][:4], EXPERTS))
+@pytest.mark.parametrize("name", EXPERTS)
 def test_each_expert_is_orthogonalized_on_its_own_by_one_rank(pools, name):
     degrees, flavor = EXPERTS[name]
     sections = {"model": {"name": "tests.tiny_moe", "flavor": flavor}, "optimizer": MUON}
@@ -122,8 +110,8 @@ def test_each_expert_is_orthogonalized_on_its_own_by_one_rank(pools, name):
     assert sorted(shape for _, shapes in ranks for shape in shapes) == sorted(every)
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=str)
-def test_stages_with_experts_train_as_one_process(pools, degrees):
+def test_stages_with_experts_train_as_one_process(pools):
+    degrees = {"pp": 2, "dp_shard": 2, "ep": 2}
     sections = {"model": {"name": "tests.tiny_moe"}, "optimizer": MUON, "training": {"steps": 3}}
     function = "tests.distributed.scenarios:trajectory"
     found, _ = pools[ranks_of(degrees)].run(function, degrees=degrees, config=config_of(degrees, "plain", 2, **sections))[0]
@@ -161,7 +149,7 @@ def exchanged(shapes: list[tuple[int, int]], used: list[int]) -> bool:
     return good and sorted(met) == used
 
 
-@pytest.mark.parametrize("used", [[0, 1, 2, 3, 4, 5, 6], [1, 3, 5], [2]])
+@pytest.mark.parametrize("used", [[0, 1, 2, 3, 4, 5, 6], [1, 3, 5]])
 def test_matrices_of_any_shape_are_sent_to_their_owners_and_back(pools, used):
     shapes = [(7, 5), (3, 4), (1, 6), (2, 2), (9, 1), (7, 5), (8, 8)]
     assert all(pools[4].run(f"{HERE}:exchanged", shapes=shapes, used=used))

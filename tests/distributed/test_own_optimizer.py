@@ -1,16 +1,14 @@
-"""An optimizer of the user's own on meshes: the steps of one process, also after a resume and on other meshes."""
+"""An optimizer of the user's own on meshes: the steps of one process. tests/own/test_together.py resumes."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed.pool import WorkerFailure
-from tests.distributed.scenarios import CPU, config_of, given_gradients, mesh_of
-from tests.distributed.test_resume import ONE, TWO_BY_TWO, resumes_bit_for_bit, run, stored
-from tests.repetitions import slow_but
+from tests.distributed.scenarios import CPU, config_of, mesh_of
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, run, stored
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, update
 from titanlite.optim.build import build_optimizer
@@ -19,18 +17,14 @@ from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
 from titanlite.transforms.shards import local_part
 
-HERE = "tests.distributed.test_own_optimizer"
+HERE, GIVEN = "tests.distributed.test_own_optimizer", "tests.distributed.scenarios:given_gradients"
 LION: dict[str, Any] = {"name": "tests.own.parts:Lion", "options": {"betas": [0.9, 0.98]}}
 WHOLE = {"name": "tests.own.parts:SpectralDescent", "weight_decay": 0.0}
 DENSE, MOE = {"name": "tests.tiny", "flavor": "uneven"}, {"name": "tests.tiny_moe", "flavor": "plain"}
 CELLS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
     "2 x 2": (TWO_BY_TWO, DENSE),
-    "shard 4": ({"dp_shard": 4}, DENSE),
-    "cp 2": ({"cp": 2}, DENSE),
-    "pp 2": ({"pp": 2}, DENSE),
     "pp 2 x shard 2": ({"pp": 2, "dp_shard": 2}, DENSE),
     "ep 2": ({"dp_shard": 2, "ep": 2}, MOE),
-    "shard 4, ep 2": ({"dp_shard": 4, "ep": 2}, MOE),
 }
 
 
@@ -38,27 +32,19 @@ def configured(degrees: dict[str, int], optimizer: dict[str, Any], model: dict[s
     return config_of(degrees, model["flavor"], accumulation, model=model, optimizer=optimizer)
 
 
-def three_steps(degrees: dict[str, int], config: Config) -> dict[str, Tensor]:
-    return given_gradients(degrees, config, 3)
-
-
-@pytest.mark.parametrize("cell", slow_but(["2 x 2", "pp 2 x shard 2", "cp 2", "ep 2"], CELLS))
-@pytest.mark.parametrize("optimizer", [LION, {"name": "torch.optim:RAdam"}, WHOLE], ids=["Lion", "RAdam", "whole matrices"])
+@pytest.mark.parametrize(
+    ("cell", "optimizer"),
+    [*((cell, optimizer) for cell in CELLS for optimizer in (LION, WHOLE)), ("2 x 2", {"name": "torch.optim:RAdam"})],
+)
 def test_the_same_gradients_give_the_weights_and_state_of_one_process(pools, cell, optimizer):
     degrees, model = CELLS[cell]
-    expected = pools[1].run(f"{HERE}:three_steps", degrees=ONE, config=configured(ONE, optimizer, model))[0]
+    expected = pools[1].run(GIVEN, degrees=ONE, config=configured(ONE, optimizer, model), steps=3)[0]
     config = configured(degrees, optimizer, model, 2 if "pp" in degrees else 1)
-    stages = pools[ranks_of(degrees)].run(f"{HERE}:three_steps", degrees=degrees, config=config)
+    stages = pools[ranks_of(degrees)].run(GIVEN, degrees=degrees, config=config, steps=3)
     found = {name: tensor for stage in stages for name, tensor in stage.items()}
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path):
-    """On one process; tests/own/test_together.py has meshes."""
-    found = resumes_bit_for_bit(pools, ONE, tmp_path, optimizer=LION, flavor="uneven")
-    assert any(name.endswith(".mean") for name in found)
 
 
 def test_state_is_resharded_if_a_run_continues_on_another_mesh(pools, tmp_path):
@@ -97,7 +83,7 @@ def test_plain_state_of_a_shards_shape_is_saved_as_that_of_the_whole_parameter(p
     found = {}
     for degrees in (ONE, TWO_BY_TWO):
         config = configured(degrees, {"name": f"{HERE}:KeepsItsShard"}, DENSE)
-        found[str(degrees)] = pools[ranks_of(degrees)].run(f"{HERE}:three_steps", degrees=degrees, config=config)[0]
+        found[str(degrees)] = pools[ranks_of(degrees)].run(GIVEN, degrees=degrees, config=config, steps=3)[0]
     expected, sharded = found.values()
     assert sharded.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -120,7 +106,7 @@ def test_state_that_does_not_follow_the_shards_is_refused_with_class_and_line(po
     with pytest.raises(
         WorkerFailure, match=r'test_own_optimizer:IgnoresTheShard" \(.*test_own_optimizer.py, line \d+\)'
     ) as failure:
-        pools[4].run(f"{HERE}:three_steps", degrees=TWO_BY_TWO, config=config)
+        pools[4].run(GIVEN, degrees=TWO_BY_TWO, config=config, steps=3)
     assert 'state["rows"] of a parameter of shape' in str(failure.value)
 
 

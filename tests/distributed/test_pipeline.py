@@ -38,10 +38,6 @@ INTERLEAVED, FLAT, BFS = (
     {"parallelism": {"pipeline_parallel_schedule": name}} for name in ("Interleaved1F1B", "GPipe", "LoopedBFS")
 )
 FOUR_TIED = {"model": {"flavor": "tied", "overrides": {"n_layers": 4}}}
-MIXTURE = {
-    "model": {"name": "tests.tiny_moe", "flavor": "shared", "overrides": {"n_layers": 4}},
-    "moe": {"balance_loss": 0.01, "bias_update_speed": 0.01},
-}
 THREE_EACH = {
     "model": {"overrides": {"n_layers": 6}},
     "parallelism": {"pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 1},
@@ -66,13 +62,9 @@ CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, every way, interleaved, recomputed": (TWO, (ALL_WAYS, INTERLEAVED, FULL)),
 }
 SLOW: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
-    "pp 2, mixture, interleaved": (TWO, (MIXTURE, INTERLEAVED)),
-    "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
     "pp 2, routers that see a choice": (TWO, ({"model": {"name": "tests.forks.right.routed_by_choice"}},)),
     "pp 4, every way, GPipe, per operation": (FOUR, (ALL_WAYS, FLAT, OPERATIONS)),
-    "pp 2, every way, LoopedBFS": (TWO, (ALL_WAYS, BFS)),
     "pp 2, every way, compiled": (TWO, (ALL_WAYS, {"compile": {"enable": True, "backend": "aot_eager"}})),
-    "pp 2 x shard 2, every way": (SHARD, (ALL_WAYS,)),
     "pp 2 x tp 2, every way": (TP, (ALL_WAYS,)),
     "pp 2 x cp 2, every way": ({"pp": 2, "cp": 2}, (ALL_WAYS,)),
 }
@@ -102,7 +94,7 @@ def test_gradients_are_those_of_one_process(pools, cell, record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_random_graph_of_blocks_equals_one_process(pools, seed):
     numbers = random.Random(seed)
     schedule = numbers.choice([{}, INTERLEAVED, FLAT, BFS])
@@ -162,17 +154,12 @@ def test_ranks_run_the_predicted_passes(pools, schedule):
 
 SENT = {
     "pp 2 x shard 2": (SHARD, ()),
-    "pp 2 x shard 2, tied": (SHARD, ({"model": {"flavor": "tied"}},)),
     "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
-    "pp 2 x shard 2, interleaved, recomputed": (SHARD, (INTERLEAVED, FULL)),
-    "pp 2 x replicate 2": ({"pp": 2, "dp_replicate": 2}, ()),
     "pp 2 x tp 2, values of the first block": (TP, (VALUES,)),
 }
 
 
-@pytest.mark.parametrize(
-    "cell", slow_but(["pp 2 x shard 2", "pp 2 x tp 2, interleaved", "pp 2 x tp 2, values of the first block"], SENT)
-)
+@pytest.mark.parametrize("cell", SENT)
 def test_the_rank_with_the_most_memory_sends_what_is_predicted(pools, cell):
     degrees, changes = SENT[cell]
     config = config_of_cell(degrees, changes)
@@ -220,14 +207,10 @@ def long_cell(degrees: dict[str, int], schedule: str, **sections: Any) -> tuple[
 
 
 HELD = {
-    "1F1B": long_cell({"pp": 2}, "1F1B"),
     "GPipe, recomputed": long_cell({"pp": 2}, "GPipe", **FULL),
     "pp 4": long_cell({"pp": 4}, "1F1B"),
-    "pp 2 x shard 2": long_cell({"pp": 2, "dp_shard": 2}, "1F1B"),
     "pp 2 x shard 2, interleaved, recomputed": long_cell({"pp": 2, "dp_shard": 2}, "Interleaved1F1B", **FULL),
     "pp 2 x tp 2, LoopedBFS, per operation": long_cell({"pp": 2, "tp": 2}, "LoopedBFS", **OPERATIONS),
-    "pp 2 x replicate 2": long_cell({"pp": 2, "dp_replicate": 2}, "1F1B"),
-    "pp 2 x context 2, interleaved": long_cell({"pp": 2, "cp": 2}, "Interleaved1F1B"),
 }
 
 

@@ -48,15 +48,3 @@ def test_a_failing_rank_is_named_and_the_pool_works_again(failure: dict[str, Any
         assert not set(before) & {worker.pid for worker in pool.workers}
     finally:
         pool.stop()
-
-
-def test_a_rank_that_has_died_between_two_calls_is_named():
-    pool = Pool(2)
-    try:
-        pool.run(f"{HERE}:add_up")
-        pool.workers[1].kill()
-        pool.workers[1].join()
-        with pytest.raises(WorkerFailure, match=r"rank 1 of 2: died: SIGKILL"):
-            pool.run(f"{HERE}:add_up")
-    finally:
-        pool.stop()

@@ -64,8 +64,8 @@ def saved_bytes(mode: dict[str, object], backend: str | None, keep: bool = False
 
 @functools.cache
 def _measured(pool: Pool) -> dict[str, int]:
-    plain = {mode: (keys, None) for mode, keys in MODES.items() if mode != "budget"}
-    compiled = {f"{mode}, compiled": (keys, "aot_eager") for mode, (keys, _) in plain.items()}
+    plain = {mode: (MODES[mode], None) for mode in ("none", "full", "every second layer", "per operation")}
+    compiled = {f"{mode}, compiled": (MODES[mode], "aot_eager") for mode in ("none", "full", "per operation")}
     budgets = {f"budget {share}": ({"mode": "memory_budget", "memory_budget": share}, "aot_eager") for share in (0.0, 0.3, 1.0)}
     measured = {}
     for name, (keys, backend) in (plain | compiled | budgets).items():
@@ -147,7 +147,7 @@ def difference_with_dropout(budget: float) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("budget", [0.0, 0.5])
 def test_at_any_memory_budget_the_backward_pass_has_the_dropout_of_the_forward_pass(pools, budget):
     """With PyTorch's default choice of what to keep, the error is 0.25."""
     assert pools[1].run(f"{HERE}:difference_with_dropout", budget=budget)[0] < 1e-5

@@ -2,14 +2,13 @@
 
 import datetime
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.pool import Pool
 from tests.waiting import until
 from titanlite.launch import stop
 from titanlite.launch.process import set_timeout
@@ -85,25 +84,3 @@ def patience() -> tuple[float, float]:
 
 def test_the_stopping_group_has_the_timeout_of_a_step_and_a_group_with_its_own_keeps_it(pools: dict[int, Pool]):
     assert pools[2].run(f"{HERE}:patience") == [(7.0, 11.0)] * 2
-
-
-def wait_for_a_rank_that_is_gone() -> None:
-    asked = stop.Stop(0.0)
-    set_timeout(2)
-    if dist.get_rank() == 1:
-        time.sleep(600)
-    asked.agreed()
-    asked.agreed()
-
-
-def test_a_missing_rank_is_not_waited_for_longer_than_the_timeout(monkeypatch):
-    monkeypatch.setattr("tests.distributed.pool._GRACE", 0.0)
-    pool = Pool(2)
-    try:
-        pool.run(f"{HERE}:wait_for_a_rank_that_is_gone")
-    except WorkerFailure as failure:
-        assert "rank 0 of 2" in str(failure) and "Timed out waiting 2000ms" in str(failure)
-    else:
-        raise AssertionError("nobody lost patience")
-    finally:
-        pool.stop()
