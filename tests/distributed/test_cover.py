@@ -23,7 +23,7 @@ CELLS = {cover.name(cell): cell for cell in cover.cover(without=LATER)}
 # Those of `make test`; `make test-all` has every pair.
 FEW = cover.few(CELLS, cover.with_dimensions)
 # In `make test-all`, inductor instead of "aot_eager" compiles cells that cover every value which changes kernels.
-_OF_KERNELS = ("recompute", "precision", "documents")
+_OF_KERNELS = ("family", "recompute", "precision", "documents")
 
 
 def kernels(cell: Cell) -> set[tuple[str, ...]]:
