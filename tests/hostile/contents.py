@@ -163,7 +163,7 @@ def _token_folders(draw: random.Random) -> Iterator[Case]:
     for file in [*_FILES, "manifest.json"]:
         for number, (what, change) in enumerate(_changes(draw, f"tokens/{file}", 8)):
             policy = list(_POLICIES)[number % len(_POLICIES)]
-            yield Case("contents", f"{file} under {policy}: {what}", _reading("tokens", policy, change), _TOKENS, right=True)
+            yield Case(f"{file} under {policy}: {what}", _reading("tokens", policy, change), _TOKENS, right=True)
 
 
 def _verify_command(draw: random.Random) -> Iterator[Case]:
@@ -183,7 +183,7 @@ def _verify_command(draw: random.Random) -> Iterator[Case]:
 
     for file in _FILES:
         for what, change in list(_changes(draw, f"tokens/{file}", 1))[:2]:
-            yield Case("contents", f"verify {file}: {what}", functools.partial(make, change=change), _TOKENS)
+            yield Case(f"verify {file}: {what}", functools.partial(make, change=change), _TOKENS)
 
 
 # ------------------------------------------------------------------------------------------------- files of other programs
@@ -197,17 +197,17 @@ def _pairs(draw: random.Random) -> Iterator[Case]:
     """Files without checksums: sizes, headers and the redundancy of the index remain, and the vocabulary."""
     for what, change in _changes(draw, "pair/00000.idx", 16):
         if "bit" not in what or float(what.split()[-1]) < _REPEATED:
-            yield Case("contents", f"pair, idx: {what}", _reading("pair", "mask", change), r"pair/00000\.", right=True)
+            yield Case(f"pair, idx: {what}", _reading("pair", "mask", change), r"pair/00000\.", right=True)
     for what, change in _changes(draw, "pair/00000.bin", 0):
         if what != "zeros":  # ids of the vocabulary
-            yield Case("contents", f"pair, bin: {what}", _reading("pair", "pack", change), r"pair/00000\.")
+            yield Case(f"pair, bin: {what}", _reading("pair", "pack", change), r"pair/00000\.")
     for source in ("pair", "tokens"):
         for wrong in (_VOCABULARY, 32_000, 65_535):
             for number, policy in enumerate(_POLICIES):
                 at = 2 + number + draw.randrange(8)  # which "truncate" reads too
                 change = functools.partial(_put_id, source=source, at=at, wrong=wrong)
                 names = rf"{source}/00000\.bin: holds the id {wrong} in sample \d+, at token {at}, and"
-                yield Case("contents", f"id {wrong} in {source} under {policy}", _reading(source, policy, change), names)
+                yield Case(f"id {wrong} in {source} under {policy}", _reading(source, policy, change), names)
 
 
 def _put_id(folder: Path, source: str, at: int, wrong: int) -> None:
@@ -280,10 +280,10 @@ def _restoring(change: Change) -> Make:
 def _checkpoints(draw: random.Random) -> Iterator[Case]:
     for file in (_DATA, METADATA, manifest.FILE):
         for what, change in _changes(draw, f"{_STEP}/{file}", 8):
-            yield Case("contents", f"{file}: {what}", _restoring(change), rf"{_STEP}/(\.metadata|__0_0\.distcp|manifest\.json)")
-    yield Case("contents", "a checkpoint of several ranks", _restoring(lambda _: None), "-", right=True)
+            yield Case(f"{file}: {what}", _restoring(change), rf"{_STEP}/(\.metadata|__0_0\.distcp|manifest\.json)")
+    yield Case("a checkpoint of several ranks", _restoring(lambda _: None), "-", right=True)
     for what, forge in _FORGED.items():
-        yield Case("contents", f"forged: {what}", _restoring(functools.partial(_forge, forge=forge)), rf"{_STEP}/\.metadata: ")
+        yield Case(f"forged: {what}", _restoring(functools.partial(_forge, forge=forge)), rf"{_STEP}/\.metadata: ")
 
 
 def _forge(folder: Path, forge: Callable[[Metadata], object]) -> None:

@@ -21,13 +21,12 @@ SECONDS = 10.0  # CPU time of this process, for one case
 class Case(NamedTuple):
     """One wrong input.
 
-    name: unique within its mechanism, and the same at every seed that draws it. make: writes the input into an empty folder,
+    name: unique within its generator, and the same at every seed that draws it. make: writes the input into an empty folder,
     which is also the working folder, and returns the function that reads it as a user's command does. names: a pattern that the
     message must have, such as the key or the file. right: whether the input may also be accepted; the action then raises
     AssertionError if the result is not correct.
     """
 
-    mechanism: str
     name: str
     make: Callable[[Path], Callable[[], object]]
     names: str
