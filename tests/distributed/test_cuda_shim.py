@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ import pytest
 from tests.cuda_shim.build import build, why_not
 from tests.cuda_shim.cells import CELLS
 from tests.repetitions import slow_but
+from tests.waiting import until
 
-_SILENT = 900  # seconds without another cell, of which an idle core needs some 5: the program hangs
+_HANGS = 6000.0  # seconds after which the program hangs: an idle core needs some 5 for a cell
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(7200)]
 _FEW = [
     "1 rank, bfloat16, compiled",
@@ -59,25 +59,13 @@ def faults(request, tmp_path_factory) -> dict[str, str]:
         running.append((process, cells, output, errors))
     found = {}
     for process, cells, output, errors in running:
-        how = ended(process, output)
+        until(lambda process=process: process.poll() is not None, patience=_HANGS)
         lines = [json.loads(line) for line in output.read_text().splitlines()]
-        found |= dict.fromkeys(cells, f"the process {how} before this cell: {errors.read_text()[-2000:]}")
+        found |= dict.fromkeys(
+            cells, f"the process ended with {process.returncode} before this cell: {errors.read_text()[-2000:]}"
+        )
         found |= {line["cell"]: line["fault"] for line in lines}
     return found
-
-
-def ended(process: subprocess.Popen[bytes], output: Path) -> str:
-    """How the process ended. It may take any time, as on a busy machine, while cells end."""
-    size, since = 0, time.monotonic()
-    while True:
-        try:
-            return f"exited with {process.wait(1)}"
-        except subprocess.TimeoutExpired:
-            if (grown := output.stat().st_size) > size:
-                size, since = grown, time.monotonic()
-            elif time.monotonic() - since > _SILENT:
-                process.kill()
-                return f"was killed after {_SILENT} s without a cell"
 
 
 @pytest.mark.parametrize("cell", slow_but(_FEW, CELLS))
