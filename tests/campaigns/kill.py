@@ -94,12 +94,6 @@ class Tally:
         with self._lock:
             self.counts.update(names)
 
-    def broke(self, name: str, sentence: str) -> None:
-        """Counts a broken promise."""
-        with self._lock:
-            self.counts[name] += 1
-            self.broken.append(sentence)
-
 
 class Watch(threading.Thread):
     """Polls a run's checkpoints: one that existed at any instant must stay."""
@@ -209,17 +203,16 @@ def play(plan: Plan, whole: Path, tally: Tally) -> None:
         deaths = harm(started, plan, hits, tally)
         code = end(started, plan, tally, deaths)
         for step in watch.lost():
-            tally.broke("lost", f"{run}: the checkpoint of step {step} is gone")
-        for fault in damage(run):
-            tally.broke("damaged", fault)
+            tally.broken.append(f"{run}: the checkpoint of step {step} is gone")
+        tally.broken += damage(run)
         if code is None:
             break
     watch.close()
     tally.count("runs", *["committed"] * len(watch.seen))
     if code == 0 and trajectory(run) != trajectory(whole):
-        tally.broke("different", f"{run}: losses or gradient norms are not those of the uninterrupted run")
+        tally.broken.append(f"{run}: losses or gradient norms are not those of the uninterrupted run")
     elif code == 0 and tensor_sums(run, STEPS) != tensor_sums(whole, STEPS):
-        tally.broke("different", f"{run}: tensors are not those of the uninterrupted run")
+        tally.broken.append(f"{run}: tensors are not those of the uninterrupted run")
 
 
 def deal(plan: Plan, dice: random.Random) -> list[Hit]:
@@ -262,7 +255,7 @@ def end(started: Launch, plan: Plan, tally: Tally, deaths: list[tuple[str, list[
     try:
         ended = finish(started, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        tally.broke("no end", f"{plan.folder}: still there {PATIENCE:.0f} s after it was killed")
+        tally.broken.append(f"{plan.folder}: still there {PATIENCE:.0f} s after it was killed")
         return None
     if deaths:
         tally.longest_end = max(tally.longest_end, time.monotonic() - begun)
@@ -273,11 +266,11 @@ def end(started: Launch, plan: Plan, tally: Tally, deaths: list[tuple[str, list[
                 continue
             reports = ["a data worker has ended"]
         if launcher not in killed and not any(report in ended.err for report in reports):
-            tally.broke("unnamed", f"{plan.folder}: none of the killed processes {killed} is named:\n{ended.err}")
+            tally.broken.append(f"{plan.folder}: none of the killed processes {killed} is named:\n{ended.err}")
     if ended.left:
-        tally.broke("left behind", f"{plan.folder}: {len(ended.left)} processes outlived the run")
+        tally.broken.append(f"{plan.folder}: {len(ended.left)} processes outlived the run")
     if ended.code not in (0, 137, *[1 for whom, _ in deaths if whom == A_WORKER]):
-        tally.broke("no end", f"{plan.folder}: ended with {ended.code}:\n{ended.err}")
+        tally.broken.append(f"{plan.folder}: ended with {ended.code}:\n{ended.err}")
         return None
     return ended.code
 
@@ -321,13 +314,7 @@ def campaign(folder: Path, kind: Kind, kills: int, seed: int, at_once: int) -> R
         "    while a checkpoint was written": counts["while writing"],
         "starts, and by the launcher itself": f"{counts['starts']} {counts['starts by the launcher']}",
         "checkpoints committed": counts["committed"],
-        "    lost": counts["lost"],
-        "    damaged": counts["damaged"],
         "runs": counts["runs"],
-        "    that did not end": counts["no end"],
-        "    not bit for bit the uninterrupted one": counts["different"],
-        "    with processes left behind": counts["left behind"],
-        "    whose log does not name what was killed": counts["unnamed"],
         "seconds from a kill to the end, at most": f"{tally.longest_end:.1f}",
     }
     return Report(figures, tally.broken)

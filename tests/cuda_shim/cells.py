@@ -148,7 +148,7 @@ _ON: dict[str, tuple[str, ...]] = {
         *("mixture, compiled", "EMA"),
     ),
     "HSDP 2 x 4": ("bfloat16", "Muon"),
-    "CP 8, gather": ("bfloat16", "per operation, compiled", "full, by chunks, compiled", "document_mask", "windows"),
+    "CP 8, gather": ("bfloat16", "per operation, compiled", "full, by chunks, compiled", "document_mask"),
     "FSDP 4 x CP 2, ulysses": ("bfloat16, compiled", "full, offload", "memory_budget, compiled", "document_mask, compiled"),
     "FSDP 8, EP 4": ("mixture",),
     "FSDP 4 x TP 2, EP 8": (

@@ -10,7 +10,6 @@ import pickle
 import random
 import shutil
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +40,6 @@ from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.sums import BlockWriter
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.registry.family import vocabulary_of
-from titanlite.tools import data as data_tool
 
 Change = Callable[[Path], None]
 Make = Callable[[Path], Callable[[], object]]
@@ -164,26 +162,6 @@ def _token_folders(draw: random.Random) -> Iterator[Case]:
         for number, (what, change) in enumerate(_changes(draw, f"tokens/{file}", 8)):
             policy = list(_POLICIES)[number % len(_POLICIES)]
             yield Case(f"{file} under {policy}: {what}", _reading("tokens", policy, change), _TOKENS, right=True)
-
-
-def _verify_command(draw: random.Random) -> Iterator[Case]:
-    """`titanlite data verify` finds every change, even where no sample is read."""
-
-    def make(folder: Path, change: Change) -> Callable[[], object]:
-        _copy(folder, "tokens")
-        change(folder)
-        words = ["data", "verify", str(folder / "run.toml"), "--training.document_policy", "best_fit"]
-        environment = {"TITANLITE_CACHE": str(_original() / "cache")}
-
-        def action() -> None:
-            with mock.patch.object(sys, "argv", words), mock.patch.dict("os.environ", environment):
-                data_tool.main()
-
-        return action
-
-    for file in _FILES:
-        for what, change in list(_changes(draw, f"tokens/{file}", 1))[:2]:
-            yield Case(f"verify {file}: {what}", functools.partial(make, change=change), _TOKENS)
 
 
 # ------------------------------------------------------------------------------------------------- files of other programs
@@ -336,5 +314,5 @@ _FORGED: dict[str, Callable[[Metadata], object]] = {
 
 def cases(seed: int) -> Iterator[Case]:
     draw = random.Random(f"contents {seed}")
-    for part in (_token_folders, _verify_command, _pairs, _checkpoints):
+    for part in (_token_folders, _pairs, _checkpoints):
         yield from part(draw)
