@@ -14,7 +14,7 @@ from titanlite.config.read import KEYS, Faults, read_config, toml_value
 from titanlite.registry.family import family_names
 from titanlite.tools.check import check_here
 
-_RELATED, _PAIRS, _TRIPLES = 20, 16, 12
+_RELATED, _PAIRS, _TRIPLES = 10, 8, 6
 _RANKS = (1, 2, 4, 8, 12)
 # Values that the schema accepts, but a check of several keys, or of the model, refuses.
 _MORE: dict[str, tuple[Any, ...]] = {

@@ -21,7 +21,10 @@ GENERATORS = [found.name for found in pkgutil.iter_modules(tests.hostile.__path_
 
 @pytest.mark.parametrize(
     ("generator", "seed"),
-    [*((name, 0) for name in GENERATORS), pytest.param("combined", 1, marks=pytest.mark.slow)],
+    [
+        *((name, 0) for name in GENERATORS),
+        *(pytest.param("combined", seed, marks=pytest.mark.slow) for seed in (1, 2, 3)),  # they take long
+    ],
 )
 def test_every_wrong_input_is_refused_in_one_message_that_names_it_or_runs_right(generator, seed, tmp_path, capsys):
     cases = list(importlib.import_module(f"tests.hostile.{generator}").cases(seed))
