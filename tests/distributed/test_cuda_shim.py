@@ -30,7 +30,6 @@ _PLANTED = {
     "a slow kernel of attention": "wrong kernels of attention: [] instead of ",
     "a mask on the CPU": "two devices: aten._scaled_dot_product_efficient_attention.default in models.attention:",
     "a pageable copy": "pageable copy: the source is not pinned, so the host waits: aten._to_copy.default in titanlite.",
-    "a blocking copy": "host sync: a blocking copy from cpu to cuda: aten._to_copy.default in tests.cuda_shim.planted:",
     "another copy of counts in the exchange": "host syncs: 8 copies of counts to the host in a step instead of 4",
     "a copy of counts outside of the exchange": "host sync: a blocking copy from cuda to cpu: aten._to_copy.default in ",
     "a microbatch's number on the device": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
