@@ -2,7 +2,6 @@
 parts.
 """
 
-import atexit
 import contextlib
 import functools
 import io
@@ -71,7 +70,6 @@ _FILES = ["00000.bin", "00000.bin.sums", "00000.idx", "00000.idx.sums"]
 def _original() -> Path:
     """A folder with a valid configuration, tokenizer, token files and checkpoint."""
     folder = Path(tempfile.mkdtemp(prefix="titanlite-contents-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "run.toml").write_text(_RUN)
     (folder / "assets").mkdir()
     train_tokenizer(_TEXTS).save(str(folder / "assets" / "tokenizer.json"))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.judge import Case
+from tests.hostile.judge import Case, working_in
 from tests.untrusted_files import KINDS, Kind
 from titanlite.config.read import read_config
 
@@ -218,12 +218,8 @@ def sound(kind: Kind) -> tuple[Path, bytes, Any]:
     """(a folder with all valid files of a kind, the contents of its file, what reading it gives); created once per process."""
     folder = Path(tempfile.mkdtemp(prefix="titanlite-hostile-"))
     kind.write(folder)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with working_in(folder):
         return folder, (folder / kind.file).read_bytes(), kind.read()
-    finally:
-        os.chdir(before)
 
 
 def _of_values(kind: Kind, name: str, change: Callable[[Any], None], right: bool, same: bool = False) -> Case:

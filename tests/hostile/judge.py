@@ -37,7 +37,7 @@ def judge(case: Case, folder: Path) -> list[str]:
     """The violations of a case, as text; none if all rules hold. folder: empty."""
     resource_tracker.ensure_running()  # a process of multiprocessing that persists
     before_children = _children()
-    with _working_in(folder):
+    with working_in(folder):
         action = case.make(folder)
         before = _contents(folder)
         begun = time.process_time()
@@ -63,7 +63,7 @@ def judge(case: Case, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _working_in(folder: Path) -> Iterator[None]:
+def working_in(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
     try:
