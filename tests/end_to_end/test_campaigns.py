@@ -5,7 +5,7 @@ import pytest
 from tests.campaigns import Mesh, damage, elastic, kill, processors, two_hosts
 
 # a minute or two each on an idle machine
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def test_killed_runs_lose_nothing_and_end_like_uninterrupted_ones(tmp_path):
