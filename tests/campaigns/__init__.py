@@ -1,18 +1,15 @@
-"""Long proofs, run by hand: `make campaign PART=...` writes a table (__main__.py); the other modules also run alone.
+"""Long proofs, run by hand: `make campaign PART=...` writes a table (__main__.py).
 
-Each of these starts runs through run_train.sh as a user does, disturbs them, prints a table of results, and exits with 1 if a
-promise of the README was broken. tests/end_to_end/test_campaigns.py runs small ones.
+Most of them start runs through run_train.sh as a user does, and disturb them.
+tests/end_to_end/test_campaigns.py runs small ones.
 """
 
 import json
 import re
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
+from tests.end_to_end.test_run_train import working_folder
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
 
@@ -24,26 +21,6 @@ class Report(NamedTuple):
 
     figures: dict[str, object]  # name -> value, in the order of the table
     broken: list[str]  # one sentence for each broken promise
-
-    def show(self) -> int:
-        """Prints the table; -> the exit code."""
-        width = max(map(len, self.figures))
-        for name, value in self.figures.items():
-            print(f"{name:<{width}}  {value}")
-        for sentence in self.broken:
-            print(f"BROKEN: {sentence}")
-        return 1 if self.broken else 0
-
-
-def run_alone(prefix: str, play: Callable[[Path], Report]) -> NoReturn:
-    """Runs a campaign in a new folder, which is kept if a promise was broken, and exits."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    code = play(folder).show()
-    if code:
-        print(f"all that was written is in {folder}")
-    else:
-        shutil.rmtree(folder)
-    sys.exit(code)
 
 
 class Mesh(NamedTuple):
@@ -73,6 +50,14 @@ class Mesh(NamedTuple):
     def of(cls, text: str) -> "Mesh":
         """Parses "4" or "2x1x1x2"; missing degrees are 1."""
         return cls(*map(int, text.split("x")))
+
+
+def run_folder(folder: Path, more: str = "") -> Path:
+    """A new folder for a run of the end-to-end tests, with more code at the end of its model."""
+    folder.mkdir()
+    with open(working_folder(folder) / "own/model.py", "a") as file:
+        file.write(more)
+    return folder
 
 
 class Step(NamedTuple):

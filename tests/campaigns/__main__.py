@@ -14,7 +14,7 @@ PART is one of
 
 Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign continues if the commit is
 the same; another commit or --again starts over. With --only, the rows of another commit are a second table below the first.
-Each table names the commit it was made on. Exit code 1: an item has broken a promise.
+Each table names the commit it was made on. Exit code 1: an item has broken a promise, and its folder is kept.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import itertools
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -174,8 +175,12 @@ def main() -> None:
         if time.monotonic() - started > 60 * words.minutes:
             break
         begun = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=f"{words.part}-") as folder:
-            report = play(Path(folder))
+        folder = tempfile.mkdtemp(prefix=f"{words.part}-")
+        report = play(Path(folder))
+        if report.broken:
+            print(f"all that was written is in {folder}")
+        else:
+            shutil.rmtree(folder)
         line = row(name, report, time.monotonic() - begun)
         with open(path, "a") as table:
             table.write(line)

@@ -1,23 +1,18 @@
-"""Damages one file of a run that has stopped, and continues with it.
-
-    python -m tests.campaigns.damage [--cases 20] [--seed 0] [--mesh 1x1x1x2]
+"""Damages one file of a run that has stopped, and continues with it: `make campaign PART=damage`.
 
 A file is a checkpoint's, a report's, the configuration's or a token folder's; the damage is a bit, a hole, a shorter or longer
 file, none at all, or the contents of its neighbor. Afterwards the run either continues, and every further step equals that of
 the undamaged run bit for bit, or it ends with a message that names the file, and checkpoints, data and reports are unchanged.
 """
 
-import argparse
 import collections
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaigns import Mesh, Report, Step, committed, run_alone, starts, trajectory
+from tests.campaigns import Mesh, Report, Step, committed, run_folder, starts, trajectory
 from tests.end_to_end.forked import Done, titanlite, train
-from tests.end_to_end.test_run_train import working_folder
 from titanlite.data.prepare.cache import train_tokenizer
 
 STOPPED, STEPS = 4, 6
@@ -95,10 +90,8 @@ def fault(folder: Path, path: Path, before: dict[str, bytes], ended: Done, expec
 
 def campaign(folder: Path, cases: int, seed: int, mesh: Mesh) -> Report:
     """Damages in copies of one stopped run, in `folder`."""
-    begun, counts, broken = time.monotonic(), collections.Counter[str](), []
-    whole = folder / "whole"
-    whole.mkdir()
-    working_folder(whole)
+    counts, broken = collections.Counter[str](), []
+    whole = run_folder(folder / "whole")
     (whole / "assets").mkdir()
     train_tokenizer([(whole / "data.txt").read_text()]).save(str(whole / "assets/tokenizer.json"))
     places = ("--input", "data.txt", "--output", "tokens", "--tokenizer", "assets")
@@ -125,19 +118,5 @@ def campaign(folder: Path, cases: int, seed: int, mesh: Mesh) -> Report:
         "    by kind": kinds,
         "went on, refused": f"{counts['went on']} {counts['refused']}",
         "broken": len(broken),
-        "seconds in all": f"{time.monotonic() - begun:.0f}",
     }
     return Report(figures, broken)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mesh", type=Mesh.of, default=Mesh(2), help="SHARDSxCONTEXTxTENSORxSTAGES")
-    words = parser.parse_args()
-    run_alone("damage-", lambda folder: campaign(folder, words.cases, words.seed, words.mesh))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,16 @@
-"""Repeatedly stops a run and continues it on another number of ranks, or on another mesh, in one folder.
-
-    python -m tests.campaigns.elastic [--meshes 4 2 3 2x1x1x2] [--steps 4]
+"""Repeatedly stops a run and continues it on another number of ranks, or on another mesh, in one folder: `make campaign
+PART=elastic`.
 
 Every other segment is stopped by SIGTERM, the others by training.steps. Afterwards the samples of every step must be those of
 an uninterrupted run on one process, token for token, and the losses equal within rounding.
 """
 
-import argparse
 import signal
 import time
 from pathlib import Path
 
-from tests.campaigns import Mesh, Report, committed, run_alone, starts, trajectory
+from tests.campaigns import Mesh, Report, committed, run_folder, starts, trajectory
 from tests.end_to_end.launcher import Ended, finish, launch
-from tests.end_to_end.test_run_train import working_folder
 
 GLOBAL_BATCH = 12  # sequences; 1, 2, 3 and 4 shards divide it
 ROUNDING = 1e-5
@@ -70,18 +67,10 @@ def samples(folder: Path, number: int, mesh: Mesh, first: int) -> dict[int, list
     return {step: sorted(digests) for step, digests in found.items()}
 
 
-def prepared(folder: Path) -> Path:
-    folder.mkdir()
-    working_folder(folder)
-    with open(folder / "own/model.py", "a") as file:
-        file.write(NOTING)
-    return folder
-
-
 def campaign(folder: Path, meshes: list[Mesh], steps: int) -> Report:
     """Segments of about `steps` steps each on these meshes, in `folder`."""
-    begun, broken = time.monotonic(), []
-    run = prepared(folder / "run")
+    broken: list[str] = []
+    run = run_folder(folder / "run", NOTING)
     stopped, seen = [], {}
     far = 1000  # a segment that SIGTERM stops must not end before
     for number, mesh in enumerate(meshes):
@@ -101,7 +90,7 @@ def campaign(folder: Path, meshes: list[Mesh], steps: int) -> Report:
         seen |= samples(run, number, mesh, done + 1)
 
     last = max(trajectory(run / "out"))
-    alone = prepared(folder / "alone")
+    alone = run_folder(folder / "alone", NOTING)
     ended = segment(alone, 0, Mesh(), last, far)
     assert ended.code == 0, ended.err
     one, many = trajectory(alone / "out"), trajectory(run / "out")
@@ -118,20 +107,5 @@ def campaign(folder: Path, meshes: list[Mesh], steps: int) -> Report:
         "steps": last,
         "    with other samples than on one process": len(other),
         "largest relative difference of a loss": f"{far_off:.1e}",
-        "seconds in all": f"{time.monotonic() - begun:.0f}",
     }
     return Report(figures, broken)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = [Mesh(4), Mesh(2), Mesh(3), Mesh(2, stages=2)]
-    words = "of each segment, SHARDSxCONTEXTxTENSORxSTAGES; 12 is divided by the shards"
-    parser.add_argument("--meshes", type=Mesh.of, nargs="+", default=usual, help=words)
-    parser.add_argument("--steps", type=int, default=4, help="of each segment")
-    words = parser.parse_args()
-    run_alone("elastic-", lambda folder: campaign(folder, words.meshes, words.steps))
-
-
-if __name__ == "__main__":
-    main()

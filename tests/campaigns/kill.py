@@ -1,15 +1,11 @@
-"""Kills runs with SIGKILL, restarts them until they are done, and checks that nothing was lost.
-
-    python -m tests.campaigns.kill [--mesh 2x1x2] [--kills 100] [--seed 0]
+"""Kills runs with SIGKILL, restarts them until they are done, and checks that nothing was lost: `make campaign PART=kills`.
 
 A kill hits one rank, all ranks, everything that the run has started, or a data worker. Half of the kills wait until a
 checkpoint is being written; the others come at any time of training. Checkpoints are written synchronously or asynchronously.
 Two of three runs have MAX_RESTARTS, and their launcher is not killed: it restarts the ranks. The log must name what was killed.
 Afterwards every run must be bit for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
-`KINDS` has the runs of `make campaign PART=kills`.
 """
 
-import argparse
 import collections
 import os
 import random
@@ -23,9 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.campaigns import Mesh, Report, committed, run_alone, starts, tensor_sums, trajectory
+from tests.campaigns import Mesh, Report, committed, run_folder, starts, tensor_sums, trajectory
 from tests.end_to_end.launcher import Launch, finish, launch
-from tests.end_to_end.test_run_train import working_folder
 from titanlite.checkpoint import load, manifest
 from titanlite.ground.errors import UserError
 
@@ -98,12 +93,6 @@ class Tally:
     def count(self, *names: str) -> None:
         with self._lock:
             self.counts.update(names)
-
-    def broke(self, name: str, sentence: str) -> None:
-        """Counts a broken promise."""
-        with self._lock:
-            self.counts[name] += 1
-            self.broken.append(sentence)
 
 
 class Watch(threading.Thread):
@@ -214,17 +203,16 @@ def play(plan: Plan, whole: Path, tally: Tally) -> None:
         deaths = harm(started, plan, hits, tally)
         code = end(started, plan, tally, deaths)
         for step in watch.lost():
-            tally.broke("lost", f"{run}: the checkpoint of step {step} is gone")
-        for fault in damage(run):
-            tally.broke("damaged", fault)
+            tally.broken.append(f"{run}: the checkpoint of step {step} is gone")
+        tally.broken += damage(run)
         if code is None:
             break
     watch.close()
     tally.count("runs", *["committed"] * len(watch.seen))
     if code == 0 and trajectory(run) != trajectory(whole):
-        tally.broke("different", f"{run}: losses or gradient norms are not those of the uninterrupted run")
+        tally.broken.append(f"{run}: losses or gradient norms are not those of the uninterrupted run")
     elif code == 0 and tensor_sums(run, STEPS) != tensor_sums(whole, STEPS):
-        tally.broke("different", f"{run}: tensors are not those of the uninterrupted run")
+        tally.broken.append(f"{run}: tensors are not those of the uninterrupted run")
 
 
 def deal(plan: Plan, dice: random.Random) -> list[Hit]:
@@ -267,7 +255,7 @@ def end(started: Launch, plan: Plan, tally: Tally, deaths: list[tuple[str, list[
     try:
         ended = finish(started, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        tally.broke("no end", f"{plan.folder}: still there {PATIENCE:.0f} s after it was killed")
+        tally.broken.append(f"{plan.folder}: still there {PATIENCE:.0f} s after it was killed")
         return None
     if deaths:
         tally.longest_end = max(tally.longest_end, time.monotonic() - begun)
@@ -278,11 +266,11 @@ def end(started: Launch, plan: Plan, tally: Tally, deaths: list[tuple[str, list[
                 continue
             reports = ["a data worker has ended"]
         if launcher not in killed and not any(report in ended.err for report in reports):
-            tally.broke("unnamed", f"{plan.folder}: none of the killed processes {killed} is named:\n{ended.err}")
+            tally.broken.append(f"{plan.folder}: none of the killed processes {killed} is named:\n{ended.err}")
     if ended.left:
-        tally.broke("left behind", f"{plan.folder}: {len(ended.left)} processes outlived the run")
+        tally.broken.append(f"{plan.folder}: {len(ended.left)} processes outlived the run")
     if ended.code not in (0, 137, *[1 for whom, _ in deaths if whom == A_WORKER]):
-        tally.broke("no end", f"{plan.folder}: ended with {ended.code}:\n{ended.err}")
+        tally.broken.append(f"{plan.folder}: ended with {ended.code}:\n{ended.err}")
         return None
     return ended.code
 
@@ -294,20 +282,17 @@ def plans(folder: Path, kind: Kind, kills: int, seed: int) -> Iterator[Plan]:
     """Runs with this total number of kills."""
     number = 0
     while kills > 0:
-        place = folder / f"run-{number}"
-        place.mkdir()
+        place = run_folder(folder / f"run-{number}")
         a_run = min(kills, KILLS_A_RUN)
         mode = ("disabled", "async")[(number + seed) % 2]
-        yield Plan(working_folder(place), kind, mode, RESTARTS * (number % 3 < 2), a_run, f"{seed}/{number}")
+        yield Plan(place, kind, mode, RESTARTS * (number % 3 < 2), a_run, f"{seed}/{number}")
         kills -= a_run
         number += 1
 
 
 def campaign(folder: Path, kind: Kind, kills: int, seed: int, at_once: int) -> Report:
     """Runs in `folder`, `at_once` of them at a time."""
-    begun = time.monotonic()
-    (folder / "uninterrupted").mkdir()
-    whole = Plan(working_folder(folder / "uninterrupted"), kind, "disabled", 0, 0, "")
+    whole = Plan(run_folder(folder / "uninterrupted"), kind, "disabled", 0, 0, "")
     ended = finish(begin(whole), PATIENCE)
     expected = whole.folder / "out"
     assert ended.code == 0 and list(trajectory(expected)) == list(range(1, STEPS + 1)), ended.err
@@ -329,28 +314,7 @@ def campaign(folder: Path, kind: Kind, kills: int, seed: int, at_once: int) -> R
         "    while a checkpoint was written": counts["while writing"],
         "starts, and by the launcher itself": f"{counts['starts']} {counts['starts by the launcher']}",
         "checkpoints committed": counts["committed"],
-        "    lost": counts["lost"],
-        "    damaged": counts["damaged"],
         "runs": counts["runs"],
-        "    that did not end": counts["no end"],
-        "    not bit for bit the uninterrupted one": counts["different"],
-        "    with processes left behind": counts["left behind"],
-        "    whose log does not name what was killed": counts["unnamed"],
         "seconds from a kill to the end, at most": f"{tally.longest_end:.1f}",
-        "seconds in all": f"{time.monotonic() - begun:.0f}",
     }
     return Report(figures, tally.broken)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", type=Mesh.of, default=Mesh(2), help="SHARDSxCONTEXTxTENSORxSTAGES, such as 2x1x1x2 or 2")
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
-    words = parser.parse_args()
-    run_alone("kill-", lambda folder: campaign(folder, Kind(words.mesh), words.kills, words.seed, words.at_once))
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ and whether it fails without the variant too. A variant changes the machine, nev
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +18,9 @@ from typing import Any, NamedTuple
 
 from tests import disturbed
 from tests.campaigns import Report, verdicts
+from tests.mutations.private_copy import copy_tree
 
 ROOT = Path(__file__).parents[2]
-_NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info", ".*_cache")
 _ORDINARY = ("unshare", "--user", "--map-user=1000", "--map-group=1000")  # files belong to the user outside
 
 
@@ -117,8 +116,7 @@ def run(folder: Path, variant: Variant, targets: Sequence[str]) -> tuple[int, st
     root = ROOT
     if variant.folder:
         root = place / "tree"
-        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*_NOT_COPIED))
-        (root / ".venv").symlink_to(sys.prefix)  # where run_train.sh finds its interpreter
+        copy_tree(root)
     own = {"PYTHONPATH": str(root), "TMPDIR": str(place), verdicts.VARIABLE: str(place / "verdicts")}
     dropped = {name for each in VARIANTS.values() for name in each.variables}
     dropped |= {name for name in os.environ if name.startswith("PYTEST_")}  # set by a test that runs this

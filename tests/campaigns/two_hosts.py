@@ -1,6 +1,5 @@
-"""Two hosts on one machine: two network namespaces, a cable between them, one rank in each; then the cable is cut.
-
-    python -m tests.campaigns.two_hosts [--case plain] [--case blink] [--case cut] [--case cut-restarts]
+"""Two hosts on one machine: two network namespaces, a cable between them, one rank in each; then the cable is cut: `make
+campaign PART=two-hosts`.
 
 plain         a run must equal that of two ranks on one host bit for bit
 blink         the cable is cut for a moment shorter than comm.train_timeout_seconds: the run must survive it
@@ -11,7 +10,6 @@ gone          it is cut and never restored, as if the other host had lost power:
 After each, a run that has ended is restarted and must have the same losses. Needs Linux, root and iproute2.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -22,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.campaigns import Report, run_alone, starts, trajectory
+from tests.campaigns import Report, run_folder, starts, trajectory
 from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch
-from tests.end_to_end.test_run_train import working_folder
+from tests.waiting import until
 
 STEPS = 40
 INIT_TIMEOUT, TRAIN_TIMEOUT = 60, 8
@@ -131,18 +129,10 @@ def finish_both(started: list[Launch], timeout: float) -> tuple[list[Ended | Non
     return ended, time.monotonic() - begun
 
 
-def prepared(folder: Path) -> Path:
-    folder.mkdir()
-    working_folder(folder)
-    with open(folder / "own/model.py", "a") as file:
-        file.write(SLOW)
-    return folder
-
-
 def on_one_host(folder: Path) -> Path:
     """A run of two ranks as any user starts it, to compare with."""
     words, variables = options(NGPU="2")
-    ended = finish(launch(*words, folder=prepared(folder), **variables), PATIENCE)
+    ended = finish(launch(*words, folder=run_folder(folder), **variables), PATIENCE)
     assert ended.code == 0, ended.err
     return folder
 
@@ -157,10 +147,10 @@ def play(case: str, folder: Path, expected: dict) -> tuple[str, list[str]]:
     with two_hosts() as hosts:
         more = {"SLOW": "0.1"} if case != "plain" else {}
         more |= {"MAX_RESTARTS": "2"} if case == "cut-restarts" else {}
-        started = start(hosts, prepared(folder), **more)
+        started = start(hosts, run_folder(folder, SLOW), **more)
         text = ""
         if case != "plain":
-            _until(lambda: max(trajectory(run), default=0) >= 12 or any(one.process.poll() is not None for one in started))
+            until(lambda: max(trajectory(run), default=0) >= 12 or any(one.process.poll() is not None for one in started))
             hosts[1].up(False)
             if case != "gone":
                 time.sleep(TRAIN_TIMEOUT / 4 if case == "blink" else TRAIN_TIMEOUT + 4)
@@ -186,34 +176,13 @@ def play(case: str, folder: Path, expected: dict) -> tuple[str, list[str]]:
     return text, broken
 
 
-def _until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 CASES = ("plain", "blink", "cut", "cut-restarts", "gone")
 
 
 def campaign(folder: Path, cases: list[str]) -> Report:
-    begun = time.monotonic()
     expected = trajectory(on_one_host(folder / "one-host") / "out")
     figures, broken = {}, []
     for case in cases:
         figures[case], more = play(case, folder / case, expected)
         broken += more
-    return Report(figures | {"seconds in all": f"{time.monotonic() - begun:.0f}"}, broken)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, action="append", help="default: all of them")
-    words = parser.parse_args()
-    if reason := obstacle():
-        sys.exit(f"no two hosts here: {reason}")
-    run_alone("two-hosts-", lambda folder: campaign(folder, words.case or list(CASES)))
-
-
-if __name__ == "__main__":
-    main()
+    return Report(figures, broken)

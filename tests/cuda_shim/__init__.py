@@ -7,7 +7,6 @@
     program.py      a run of titanlite, as train.py calls its functions, in a process with many cells
     planted.py      faults that the program must find
     inductor.py     inductor and Triton on it, down to machine code; kernels.py makes a table of the kernels, kernels_sm90.md
-    operations.py   the operations of generation and of the loss
 
 `pretend.py` and `watch.py` import nothing of titanlite or of other tests. They change PyTorch for the whole process and need
 LD_PRELOAD, so whatever uses them runs in a process of its own.

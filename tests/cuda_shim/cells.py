@@ -23,85 +23,50 @@ MESHES: dict[str, dict[str, int]] = {
 }
 
 
-class Variant(NamedTuple):
-    """What runs on each mesh, by default in bfloat16, and what is decided only on a GPU."""
+class Part(NamedTuple):
+    """A part of a variant, and what it decides only on a GPU."""
 
     sections: Sections
-    runs: tuple[str, ...] = ()  # operations that its step must run
-    attention: tuple[str, ...] = ("cudnn",)  # the attention kernels that its step must run, and no others
-    passes: int = 1  # forward passes of a block for each microbatch, including recomputation
+    runs: tuple[str, ...] = ()  # operations that the step must run
+    attention: tuple[str, ...] = ()  # the attention kernels that the step must run, if they are not cuDNN's
 
 
-_FLOAT32: Sections = {"training": {"mixed_precision_param": "float32"}}
-_NARROW: Sections = {"training": {"dtype": "bfloat16"}}
-_MASKED: Sections = {"training": {"document_mask": True}}
-_COMPILED: Sections = {"compile": {"enable": True, "backend": "aot_eager"}}
-_GEMMA: Sections = {"model": {"name": "tests.tiny_gemma3"}}
-_FLOAT8: Sections = {"float8": {"enable": True}}
-_OFFLOADED = ("a copy of 3 dimensions from cuda to cpu", "a copy of 3 dimensions from cpu to cuda")
-_SCALED = ("aten._scaled_mm.default",)
-_MIXTURE: Sections = {
-    "model": {"name": "tests.tiny_moe"},
-    "moe": {"bias_update_speed": 1e-3, "balance_loss": 1e-4, "router_z_loss": 1e-3},
-}
-_GROUPED = ("aten._grouped_mm.default",)
-
-
-def _recompute(**keys: Any) -> Sections:
-    return {"activation_checkpoint": keys}
-
-
-def _optimizer(**keys: Any) -> Sections:
-    return {"optimizer": keys}
-
-
-VARIANTS: dict[str, Variant] = {
-    "float32": Variant(_FLOAT32, attention=("efficient",)),
-    "bfloat16": Variant({}, ("aten._fused_adamw_.default",)),
-    "float16": Variant({"training": {"mixed_precision_param": "float16"}}, ("aten._amp_update_scale_.default",)),
-    "bfloat16 parameters": Variant(_NARROW),
-    "float32, compiled": Variant(_FLOAT32 | _COMPILED, attention=("efficient",)),
-    "bfloat16, compiled": Variant(_COMPILED),
-    "bfloat16 parameters, compiled": Variant(_NARROW | _COMPILED),
-    "full": Variant(_recompute(mode="full")),
-    "every second layer": Variant(_recompute(mode="selective", selective_ac_option=2)),
-    "per operation": Variant(_recompute(mode="selective", selective_ac_option="op")),
-    "full, compiled": Variant(_recompute(mode="full") | _COMPILED),
-    "per operation, compiled": Variant(_recompute(mode="selective", selective_ac_option="op") | _COMPILED),
-    "full, by chunks": Variant(_recompute(mode="full", sequence_chunks=3)),
-    "full, by chunks, compiled": Variant(_recompute(mode="full", sequence_chunks=3) | _COMPILED),
-    "full, offload": Variant(_recompute(mode="full", offload=True), _OFFLOADED),
-    "full, offload, compiled": Variant(_recompute(mode="full", offload=True) | _COMPILED, _OFFLOADED),
-    "memory_budget": Variant(_recompute(mode="memory_budget", memory_budget=0.3) | _COMPILED),
-    "memory_budget, document_mask": Variant(
-        _recompute(mode="memory_budget", memory_budget=0.3) | _COMPILED | _MASKED, attention=("flex",)
+# A variant is a list of these; where none sets it, in bfloat16.
+PARTS: dict[str, Part] = {
+    "float32": Part({"training": {"mixed_precision_param": "float32"}}, attention=("efficient",)),
+    # the optimizer, and the loss, which gets float32 from matmuls of 16 bits; not on a first rank
+    "bfloat16": Part({}, ("aten._fused_adamw_.default", "aten.mm.dtype_out")),
+    "float16": Part({"training": {"mixed_precision_param": "float16"}}, ("aten._amp_update_scale_.default",)),
+    "bfloat16 parameters": Part({"training": {"dtype": "bfloat16"}}),
+    "compiled": Part({"compile": {"enable": True, "backend": "aot_eager"}}),
+    "full": Part({"activation_checkpoint": {"mode": "full"}}),
+    "per operation": Part({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}),
+    "memory_budget": Part({"activation_checkpoint": {"mode": "memory_budget", "memory_budget": 0.3}}),
+    "by chunks": Part({"activation_checkpoint": {"sequence_chunks": 3}}),
+    "offload": Part(
+        {"activation_checkpoint": {"offload": True}},
+        ("a copy of 3 dimensions from cuda to cpu", "a copy of 3 dimensions from cpu to cuda"),
     ),
-    "document_mask": Variant(_MASKED, attention=("flex",)),
-    "document_mask, compiled": Variant(_MASKED | _COMPILED, attention=("flex",)),
-    "windows": Variant(_GEMMA, attention=("cudnn", "flex")),
-    "capped scores": Variant({"model": {**_GEMMA["model"], "flavor": "capped"}}, attention=("flex",)),
-    "LoRA": Variant({"lora": {"enable": True, "rank": 4}}),
-    "float8": Variant(_FLOAT8, _SCALED),
-    "float8, compiled": Variant(_FLOAT8 | _COMPILED, _SCALED),
-    "Adam": Variant(_optimizer(name="Adam"), ("aten._fused_adam_.default",)),
-    "foreach": Variant(_optimizer(implementation="foreach"), ("aten._foreach_addcdiv_.ScalarList",)),
-    "for-loop": Variant(_optimizer(implementation="for-loop"), ("aten.addcdiv_.default",)),
-    "Muon": Variant(_optimizer(name="Muon")),
-    "Muon, bfloat16 parameters": Variant(_NARROW | _optimizer(name="Muon", rounding="compensated")),
-    "cpu_offload": Variant({"parallelism": {"cpu_offload": True}}),
-    "mixture": Variant(_MIXTURE, _GROUPED),
-    "mixture, compiled": Variant(_MIXTURE | _COMPILED, _GROUPED),
-    "mixture, full": Variant(_MIXTURE | _recompute(mode="full"), _GROUPED),
-    "mixture, full, compiled": Variant(_MIXTURE | _COMPILED | _recompute(mode="full"), _GROUPED, passes=2),
-    "mixture, per operation": Variant(_MIXTURE | _recompute(mode="selective", selective_ac_option="op"), _GROUPED),
-    "mixture, per operation, compiled": Variant(
-        _MIXTURE | _COMPILED | _recompute(mode="selective", selective_ac_option="op"), _GROUPED
+    "document_mask": Part({"training": {"document_mask": True}}, attention=("flex",)),
+    "windows": Part({"model": {"name": "tests.tiny_gemma3"}}, attention=("cudnn", "flex")),
+    "capped scores": Part({"model": {"name": "tests.tiny_gemma3", "flavor": "capped"}}, attention=("flex",)),
+    "MTP modules": Part({"training": {"predict_further": 2}}),
+    "LoRA": Part({"lora": {"enable": True, "rank": 4}}),
+    "float8": Part({"float8": {"enable": True}}, ("aten._scaled_mm.default",)),
+    "Adam": Part({"optimizer": {"name": "Adam"}}, ("aten._fused_adam_.default",)),
+    "foreach": Part({"optimizer": {"implementation": "foreach"}}, ("aten._foreach_addcdiv_.ScalarList",)),
+    "for-loop": Part({"optimizer": {"implementation": "for-loop"}}, ("aten.addcdiv_.default",)),
+    "Muon": Part({"optimizer": {"name": "Muon"}}),
+    "compensated": Part({"optimizer": {"rounding": "compensated"}}),
+    "EMA": Part({"optimizer": {"ema_decay": 0.999}}, ("aten.lerp_.Tensor",)),
+    "cpu_offload": Part({"parallelism": {"cpu_offload": True}}),
+    "mixture": Part(
+        {
+            "model": {"name": "tests.tiny_moe"},
+            "moe": {"bias_update_speed": 1e-3, "balance_loss": 1e-4, "router_z_loss": 1e-3},
+        },
+        ("aten._grouped_mm.default", "aten.mm.dtype"),  # the router gets float32 too
     ),
-    "mixture, Muon": Variant(_MIXTURE | _optimizer(name="Muon"), _GROUPED),
-    "document_mask, MTP modules, compiled": Variant(
-        {"training": {"document_mask": True, "predict_further": 2}} | _COMPILED, attention=("flex",)
-    ),
-    "EMA": Variant(_optimizer(ema_decay=0.999), ("aten.lerp_.Tensor",)),
 }
 
 
@@ -110,6 +75,10 @@ class Cell(NamedTuple):
 
     mesh: str
     variant: str
+
+    @property
+    def parts(self) -> list[Part]:
+        return [PARTS[name] for name in self.variant.split(", ")]
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -127,79 +96,69 @@ class Cell(NamedTuple):
     @property
     def waits_for_counts(self) -> int:
         """How often a step waits for the device in each MoE layer: for the sizes of messages if experts are split."""
-        return 2 * VARIANTS[self.variant].passes if "ep" in self.degrees else 0
+        if "ep" not in self.degrees:
+            return 0
+        return 4 if self.variant.endswith("full, compiled") else 2  # two microbatches; it repeats what it recomputes
 
     @property
-    def runs(self) -> tuple[str, ...]:
+    def runs(self) -> set[str]:
         """Operations that its step must run."""
-        return VARIANTS[self.variant].runs
+        return {operation for part in self.parts for operation in part.runs}
 
     @property
-    def attention(self) -> tuple[str, ...]:
+    def attention(self) -> set[str]:
         """The attention kernels that its step must run: over gathered keys, only FlexAttention supports the mask."""
-        return ("flex",) if "gather" in self.mesh else VARIANTS[self.variant].attention
+        own = {kernel for part in self.parts for kernel in part.attention}
+        return {"flex"} if "gather" in self.mesh else own or {"cudnn"}
 
     @property
     def sections(self) -> Sections:
-        """The sections of its configuration, with the degrees of its mesh: two microbatches a step."""
-        replicate, shard, context, tensor = (self.degrees.get(name, 1) for name in ("dp_replicate", "dp_shard", "cp", "tp"))
+        """The sections of its configuration beside the degrees of context, pipeline and expert parallelism: two microbatches a
+        step.
+        """
+        replicate, shard, tensor = (self.degrees.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp"))
         parallelism: dict[str, Any] = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
-        if "ep" in self.degrees:
-            parallelism["expert_parallel_degree"] = self.degrees["ep"]
-        if context > 1:
-            parallelism |= {"context_parallel_degree": context, "context_parallel_method": self.mesh.split(", ")[1]}
-        own = VARIANTS[self.variant].sections
+        if "cp" in self.degrees:
+            parallelism["context_parallel_method"] = self.mesh.split(", ")[1]
         if "pp" in self.degrees:
-            parallelism |= {
-                "pipeline_parallel_degree": self.degrees["pp"],
-                "pipeline_parallel_schedule": self.mesh.split(", ")[-2],
-            }
-            own = own | {"model": own.get("model", {}) | {"overrides": {"n_layers": 4}}}
+            parallelism["pipeline_parallel_schedule"] = self.mesh.split(", ")[-2]
         training = {"global_batch_size": 16, "local_batch_size": 8 // (replicate * shard), "mixed_precision_param": "bfloat16"}
-        return own | {
-            "parallelism": parallelism | own.get("parallelism", {}),
-            "training": training | own.get("training", {}),
+        found: Sections = {
+            "parallelism": parallelism,
+            "training": training,
             "validation": {"enable": True, "steps": 1},
+            "model": {"overrides": {"n_layers": 4}} if "pp" in self.degrees else {},
         }
+        for part in self.parts:
+            for section, keys in part.sections.items():
+                found[section] = found.get(section, {}) | keys
+        return found
 
 
-# Variants that context parallelism changes: attention, its mask, and their recomputation or compilation.
-_OF_CONTEXT = (
-    *("bfloat16", "bfloat16, compiled", "full, by chunks, compiled", "full, offload", "per operation, compiled"),
-    *("memory_budget", "document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
-)
-_IN_TURN = ("FSDP 8", "1 rank", "FSDP 4 x TP 2", "FSDP 4 x TP 2")  # of dense variants: each is on one of these meshes
-_BY_CONTEXT = ("CP 8, gather", "FSDP 4 x CP 2, ulysses")  # those of context parallelism in turn
-_OF_REPLICAS = ("bfloat16", "full, offload", "document_mask", "LoRA", "Muon")
-# "FSDP 4 x TP 2, EP 8" has all MoE variants
-_OF_EXPERTS = {
-    "FSDP 8, EP 4": ("mixture", "mixture, full, compiled", "mixture, Muon"),
-    "FSDP 4 x TP 2": ("mixture, compiled", "mixture, full"),
+# Which variants run on which mesh. Each variant that does not depend on the mesh is on one of the first three.
+_ON: dict[str, tuple[str, ...]] = {
+    "1 rank": (
+        *("bfloat16", "bfloat16, compiled", "per operation", "full, by chunks, compiled", "capped scores", "Adam"),
+        *("memory_budget, compiled, document_mask", "Muon, bfloat16 parameters, compensated"),
+    ),
+    "FSDP 8": ("float32", "windows", "float8, compiled", "Muon"),
+    "FSDP 4 x TP 2": (
+        *("float16", "bfloat16 parameters", "full, compiled", "per operation, compiled", "full, offload, compiled"),
+        *("document_mask", "document_mask, MTP modules, compiled", "LoRA", "float8", "foreach", "for-loop", "cpu_offload"),
+        *("mixture, compiled", "EMA"),
+    ),
+    "HSDP 2 x 4": ("bfloat16", "Muon"),
+    "CP 8, gather": ("bfloat16", "per operation, compiled", "full, by chunks, compiled", "document_mask"),
+    "FSDP 4 x CP 2, ulysses": ("bfloat16, compiled", "full, offload", "memory_budget, compiled", "document_mask, compiled"),
+    "FSDP 8, EP 4": ("mixture",),
+    "FSDP 4 x TP 2, EP 8": (
+        *("mixture, compiled", "mixture, full", "mixture, full, compiled", "mixture, per operation, compiled", "mixture, Muon"),
+    ),
+    "PP 2 x FSDP 4, 1F1B, first rank": ("compiled", "document_mask"),
+    "PP 2 x FSDP 4, 1F1B, last rank": ("float16", "full, offload"),
+    "PP 2 x FSDP 4, Interleaved1F1B, last rank": ("bfloat16", "per operation"),
+    "PP 2 x FSDP 2 x TP 2, Interleaved1F1B, first rank": ("full",),
+    "PP 2 x FSDP 4, EP 4, Interleaved1F1B, first rank": ("mixture, compiled", "mixture, per operation"),
 }
-# Each variant that a pipeline changes is on one or two meshes.
-_OF_PIPELINES = {
-    "PP 2 x FSDP 4, 1F1B, first rank": ("bfloat16, compiled", "document_mask", "LoRA"),
-    "PP 2 x FSDP 4, 1F1B, last rank": ("float16", "full, offload", "Muon", "bfloat16 parameters, compiled"),
-    "PP 2 x FSDP 4, Interleaved1F1B, last rank": ("bfloat16", "per operation", "float8"),
-    "PP 2 x FSDP 2 x TP 2, Interleaved1F1B, first rank": ("bfloat16, compiled", "full"),
-    "PP 2 x FSDP 4, EP 4, Interleaved1F1B, first rank": ("mixture, compiled", "mixture, full", "mixture, per operation"),
-}
 
-
-def _says_something(mesh: str, variant: str) -> bool:
-    if "TP" in mesh and "by chunks" in variant:
-        return False  # refused
-    if "PP" in mesh:
-        return variant in _OF_PIPELINES[mesh]
-    if "mixture" in variant:
-        return mesh == "FSDP 4 x TP 2, EP 8" or variant in _OF_EXPERTS.get(mesh, ())
-    if "EP" in mesh:
-        return False
-    if "CP" in mesh:
-        return variant in _OF_CONTEXT and mesh == _BY_CONTEXT[_OF_CONTEXT.index(variant) % 2]
-    if mesh == "HSDP 2 x 4":
-        return variant in _OF_REPLICAS
-    return mesh == _IN_TURN[[*VARIANTS].index(variant) % len(_IN_TURN)]
-
-
-CELLS = {f"{mesh}, {variant}": Cell(mesh, variant) for mesh in MESHES for variant in VARIANTS if _says_something(mesh, variant)}
+CELLS = {f"{mesh}, {variant}": Cell(mesh, variant) for mesh, variants in _ON.items() for variant in variants}

@@ -40,7 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     "Llama 3 8B: block with document_mask": _case("llama3", "8b", ["model"], training={"document_mask": True}),
     "Qwen 3 8B: block": _case("qwen3", "8b", ["model"]),
     "Gemma 3 4B: blocks": _case("gemma3", "4b", ["model"]),
-    "OLMo 2 7B: block": _case("olmo2", "7b", ["model"]),
     "planted": _case("llama3", "debug", ["model"], planted=True, training={"seq_len": 128}),
 }
 

@@ -44,10 +44,6 @@ def _attend_on_cpu(gradient: torch.Tensor) -> None:
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[gradient[None, None]] * 3)
 
 
-def _copy_blocking(batch: Batch, device: torch.device, non_blocking: bool = False) -> Batch:
-    return batch.each(lambda tensor: tensor.to(device))
-
-
 _on_host, _receivers_of = all_to_all._on_host, all_to_all.receivers_of
 
 
@@ -89,7 +85,6 @@ PLANTED: dict[str, Planted] = {
     "a slow kernel of attention": Planted(attention_kernels, "_ORDER_ON_HOPPER", ("math",)),
     "a mask on the CPU": Planted(llama3, "with_mask", _mask_on_cpu),
     "a pageable copy": Planted(Batch, "pin_memory", lambda batch: batch),
-    "a blocking copy": Planted(Batch, "to", _copy_blocking),
     "another copy of counts in the exchange": Planted(all_to_all, "_on_host", _counts_twice, _MIXTURE),
     "a copy of counts outside of the exchange": Planted(all_to_all, "receivers_of", _receivers_with_wait, _MIXTURE),
     "a microbatch's number on the device": Planted(

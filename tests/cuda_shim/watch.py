@@ -56,6 +56,7 @@ class Watch:
 
     def __init__(self, mode: FakeTensorMode, offloaded: bool = False):
         self.operations: set[str] = set()  # those with a tensor on the device, in steps
+        self.latest: set[str] = set()  # those that had one, in any part of the program; who needs them clears it before
         self.waits_for_counts = 0  # in steps
         self._mode = mode
         self._written: dict[Any, tuple[Any, pretend.Stream, int]] = {}  # storage -> itself and its writer in steps
@@ -107,6 +108,8 @@ class Watch:
             raise
         if result is NotImplemented:  # a tensor subclass dispatches again on its inner tensors
             return result
+        if on_device:
+            self.latest.add(str(operation))
         if self._strict and on_device and operation in _INSIDES:
             with self._mode:
                 _INSIDES[operation](*args, **kwargs)

@@ -31,7 +31,6 @@ from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.registry.family import family_of, load_family
-from titanlite.transforms import activation_checkpoint
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.transforms.attention_kernels import attention_sentence, choose_attention
 from titanlite.transforms.attention_kernels import faults as attention_faults
@@ -144,19 +143,9 @@ def packed_rows(device: torch.device, seed: int = 0) -> Batch:
     return Batch(tokens, counted, documents[:, :-1]).to(device)
 
 
-def one_by_one(batch: Batch) -> list[Batch]:
-    """Each document of a batch as a batch of its own."""
-    ends = torch.cat([~batch.counted[:, 1:], torch.ones_like(batch.counted[:, :1])], dim=1)
-    found = []
-    for tokens, last in zip(batch.tokens, ends, strict=True):
-        lengths = (last.nonzero()[:, 0] + 1).diff(prepend=last.new_zeros(1).long()).tolist()
-        found += [Batch(document[None]) for document in tokens.split(lengths) if len(document) > 1]
-    return found
-
-
-def loss_and_gradients(model: nn.Module, batches: list[Batch]) -> dict[str, Tensor]:
+def loss_and_gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     model.zero_grad()
-    loss = torch.stack([summed_loss(model, batch) for batch in batches]).sum()
+    loss = summed_loss(model, batch)
     loss.backward()
     return {"loss": loss.detach(), **{name: parameter.grad.float() for name, parameter in model.named_parameters()}}
 
@@ -177,10 +166,9 @@ def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch
     torch._dynamo.reset()
     torch.backends.cuda.matmul.allow_tf32 = False
     batches = [packed_rows(device, seed) for seed in range(3)]
-    alone = [loss_and_gradients(flexible_model(dtype, device), one_by_one(batch)) for batch in batches]
     with monkeypatch.context() as patch:
         patch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=dense_mask(seq.documents)))
-        dense = [loss_and_gradients(flexible_model(dtype, device), [batch]) for batch in batches]
+        dense = [loss_and_gradients(flexible_model(dtype, device), batch) for batch in batches]
     counters.clear()
     model = flexible_model(dtype, device)
     if mode == "per operation":
@@ -191,32 +179,10 @@ def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch
     if mode == "full":
         checkpoint_blocks(model, every=1)
     within = 1e-4 if dtype == torch.float32 else 3e-2
-    for batch, of_documents, of_dense_mask in zip(batches, alone, dense, strict=True):
-        found = loss_and_gradients(model, [batch])
-        assert furthest(found, of_dense_mask) < within
-        assert furthest(found, of_documents) < within
+    for batch, expected in zip(batches, dense, strict=True):
+        assert furthest(loss_and_gradients(model, batch), expected) < within
     # the blocks of the mask, and attention or the layer that holds it; a CPU's mask is the dense one
     assert counters["stats"]["unique_graphs"] == (2 if device.type == "cuda" else 0)
-
-
-def test_checkpointing_by_operation_keeps_attention_as_one_operation(monkeypatch, device):
-    seen, policy = set(), activation_checkpoint._policy
-
-    def spying(kept, rank):
-        decide = policy(kept, rank)
-
-        def spy(context, operation, *args, **kwargs):
-            seen.add(operation)
-            return decide(context, operation, *args, **kwargs)
-
-        return spy
-
-    monkeypatch.setattr(activation_checkpoint, "_policy", spying)
-    model = flexible_model(torch.bfloat16, device)
-    checkpoint_operations(model, ())
-    summed_loss(model, packed_rows(device)).backward()
-    of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert (torch.ops.higher_order.inductor_compiled_code if device.type == "cuda" else of_cpu) in seen
 
 
 def test_nothing_about_documents_waits_for_the_device(device):
@@ -235,7 +201,7 @@ def of_kernel(name: str, precision: str, device: torch.device, mask: bool = Fals
     model = flexible_model(DTYPES[precision], device)
     choose_attention(model, config, device)
     batch = packed_rows(device)
-    found = loss_and_gradients(model, [batch if mask else batch._replace(documents=None)])
+    found = loss_and_gradients(model, batch if mask else batch._replace(documents=None))
     return found, attention_sentence(model, config)
 
 

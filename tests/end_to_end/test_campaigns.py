@@ -5,7 +5,7 @@ import pytest
 from tests.campaigns import Mesh, damage, elastic, kill, processors, two_hosts
 
 # a minute or two each on an idle machine
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def test_killed_runs_lose_nothing_and_end_like_uninterrupted_ones(tmp_path):
@@ -15,7 +15,7 @@ def test_killed_runs_lose_nothing_and_end_like_uninterrupted_ones(tmp_path):
 
 
 def test_damaged_files_are_named_or_change_nothing(tmp_path):
-    assert damage.campaign(tmp_path, cases=6, seed=0, mesh=Mesh(stages=2)).broken == []
+    assert damage.campaign(tmp_path, cases=3, seed=0, mesh=Mesh(stages=2)).broken == []
 
 
 def test_a_run_continues_on_another_number_of_ranks_and_stages(tmp_path):
@@ -35,11 +35,10 @@ _TOGETHER = {
         *("ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBILITY", "ONEDNN_MAX_CPU_ISA=SSE41"),
         *("4 threads", "weights disturbed by 1e-7", "TZ=Pacific/Chatham", "an ordinary user", "a Turkish locale"),
     ),
-    "an AVX2 processor": (
+    "an AVX2 processor with too few cores": (
         *("ATEN_CPU_CAPABILITY=avx2", "MKL_CBWR=AVX2", "ONEDNN_MAX_CPU_ISA=AVX2"),
-        *("2 threads", "random order, seed 1", "a deep path", "LC_ALL=C"),
+        *("2 threads", "random order, seed 1", "a deep path", "LC_ALL=C", "full load", "pauses"),
     ),
-    "a machine with too few cores": ("full load", "pauses"),
 }
 
 

@@ -86,7 +86,7 @@ def _parser_of(*words: str, skipped: int = 0) -> argparse.ArgumentParser | None:
 
     quiet = contextlib.redirect_stderr(None), contextlib.redirect_stdout(None)
     patched = mock.patch.object(options._Parser, "parse_known_args", parse)
-    no_log = mock.patch("titanlite.launch.process.set_up_logging")  # it would persist: this runs at collection
+    no_log = mock.patch("titanlite.launch.process.set_up_logging")  # it would persist
     with patched, no_log, quiet[0], quiet[1], contextlib.suppress(SystemExit, _Captured):
         run_command(*words)
     return called[skipped] if len(called) > skipped else None
@@ -153,10 +153,10 @@ def cases(seed: int) -> Iterator[Case]:
     for before in with_configurations():
         for value in drawn("configuration", (*WRONG[existing_path], *TEXTS, "folder", "/dev/null/x", "--", "--ranks")):
             name = f"{' '.join(before)} {_shown(value)} as configuration"
-            yield Case("arguments", name, _within(functools.partial(run_command, *before, value)), "")
+            yield Case(name, _within(functools.partial(run_command, *before, value)), "")
     for before, parser in parsers():
         right = functools.partial(parser.parse_known_args, words_of(parser, None, ""))
-        yield Case("arguments", f"{' '.join(before)}: right ones", _within(right), "-", right=True)
+        yield Case(f"{' '.join(before)}: right ones", _within(right), "-", right=True)
         for action in arguments(parser):
             # a float, an int or a path without bounds is not a kind
             assert action.type is str or wrong(action.type), f"{' '.join(before)}: {action.dest} has no kind"
@@ -167,4 +167,4 @@ def cases(seed: int) -> Iterator[Case]:
             for value, names in values:
                 words = [*before, *words_of(parser, action, value)]
                 name = f"{' '.join(before)} {label}={_shown(value)}"
-                yield Case("arguments", name, _within(functools.partial(run_command, *words)), names)
+                yield Case(name, _within(functools.partial(run_command, *words)), names)

@@ -14,7 +14,7 @@ from titanlite.config.read import KEYS, Faults, read_config, toml_value
 from titanlite.registry.family import family_names
 from titanlite.tools.check import check_here
 
-_RELATED, _PAIRS, _TRIPLES = 80, 60, 40
+_RELATED, _PAIRS, _TRIPLES = 10, 8, 6
 _RANKS = (1, 2, 4, 8, 12)
 # Values that the schema accepts, but a check of several keys, or of the model, refuses.
 _MORE: dict[str, tuple[Any, ...]] = {
@@ -85,7 +85,7 @@ def _case(parts: list[dict[str, str]], ranks: int, local_ranks: int | None, opti
 
     text = "; ".join(", ".join(f"{key} = {value}" for key, value in part.items()) for part in parts)
     name = f"{ranks} ranks, {local_ranks} here{', options' if options else ''}: {text}"
-    return Case("combined", name[:250], make, "", right=True)
+    return Case(name[:250], make, "", right=True)
 
 
 def decides(condition: str) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.judge import Case
+from tests.hostile.judge import Case, working_in
 from tests.untrusted_files import KINDS, Kind
 from titanlite.config.read import read_config
 
@@ -26,50 +26,50 @@ _FLIPS, _CUTS, _PLACES = 2, 2, 4  # draws per file
 def cases(seed: int) -> Iterator[Case]:
     for kind in KINDS:
         draw = random.Random(f"{seed} {kind.title}")
-        yield from _any_file(kind, draw)
+        yield from any_file(kind, draw)
         if kind.text:
             yield from _any_text(kind)
         if kind.json:
             yield from _any_json(kind, draw)
         if kind.json:
-            yield _case(kind, "a key twice", _twice, right=kind.keys_may_repeat)
+            yield case(kind, "a key twice", _twice, right=kind.keys_may_repeat)
         for title, change in kind.contradictions.items():
             yield _of_values(kind, f"contradiction: {title}", change, right=False)
     for key, words in _OPTIONS.items():
         for name, text in words.items():
             action = functools.partial(read_config, "run.toml", [f"--{key}", text])
-            yield Case("files", f"option {key}, {name}", functools.partial(_with_configuration, action), re.escape(key))
+            yield Case(f"option {key}, {name}", functools.partial(_with_configuration, action), re.escape(key))
 
 
 # ------------------------------------------------------------------------------------------------------------- any file
 
 
-def _any_file(kind: Kind, draw: random.Random) -> Iterator[Case]:
+def any_file(kind: Kind, draw: random.Random) -> Iterator[Case]:
     """The ways in which a file can be missing, or something else."""
-    yield _case(kind, "a FIFO", _replaced(os.mkfifo))
-    yield _case(kind, "a folder", _replaced(Path.mkdir))
-    yield _case(kind, "an endless device", _replaced(lambda path: path.symlink_to("/dev/zero")))
-    yield _case(kind, "a link to a FIFO", _replaced(_link_to_fifo))
-    yield _case(kind, "a link to itself", _replaced(lambda path: path.symlink_to(path.name)))
-    yield _case(kind, "a link to nothing", _replaced(lambda path: path.symlink_to("nowhere")), right=kind.optional)
-    yield _case(kind, "a link to the file", _linked, right=True, same=True)
-    yield _case(kind, "empty", lambda path: path.write_bytes(b""), right=kind.empty_is_right)
+    yield case(kind, "a FIFO", _replaced(os.mkfifo))
+    yield case(kind, "a folder", _replaced(Path.mkdir))
+    yield case(kind, "an endless device", _replaced(lambda path: path.symlink_to("/dev/zero")))
+    yield case(kind, "a link to a FIFO", _replaced(_link_to_fifo))
+    yield case(kind, "a link to itself", _replaced(lambda path: path.symlink_to(path.name)))
+    yield case(kind, "a link to nothing", _replaced(lambda path: path.symlink_to("nowhere")), right=kind.optional)
+    yield case(kind, "a link to the file", _linked, right=True, same=True)
+    yield case(kind, "empty", lambda path: path.write_bytes(b""), right=kind.empty_is_right)
     if kind.limit:
-        yield _case(kind, "huge", lambda path: os.truncate(path, kind.limit + 1))
+        yield case(kind, "huge", lambda path: os.truncate(path, kind.limit + 1))
     for name, content in _FOREIGN.items():
-        yield _case(
+        yield case(
             kind,
             f"foreign: {name}",
-            functools.partial(_write, content=content),
+            functools.partial(write, content=content),
             right=kind.any_text or (kind.lines and name in _TORN),
         )
-    size, a_part_is_right = len(_sound(kind)[1]), kind.lines or kind.any_text or kind.cut_is_right
+    size, a_part_is_right = len(sound(kind)[1]), kind.lines or kind.any_text or kind.cut_is_right
     for number in range(_CUTS):
         cut = functools.partial(_cut, at=draw.randrange(10**9) * size // 10**9)
-        yield _case(kind, f"cut {number}", cut, right=a_part_is_right)
+        yield case(kind, f"cut {number}", cut, right=a_part_is_right)
     for number in range(_FLIPS):
-        flip = functools.partial(_flip, at=draw.randrange(10**9) * size // 10**9, bit=draw.randrange(8))
-        yield _case(kind, f"a flipped bit {number}", flip, right=not kind.sealed)
+        change = functools.partial(flip, at=draw.randrange(10**9) * size // 10**9, bit=draw.randrange(8))
+        yield case(kind, f"a flipped bit {number}", change, right=not kind.sealed)
 
 
 _FOREIGN = {
@@ -104,7 +104,7 @@ def _linked(path: Path) -> None:
     path.symlink_to("blob")
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
@@ -112,7 +112,7 @@ def _cut(path: Path, at: int) -> None:
     os.truncate(path, at)
 
 
-def _flip(path: Path, at: int, bit: int) -> None:
+def flip(path: Path, at: int, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << bit
     path.write_bytes(content)
@@ -131,14 +131,14 @@ def _any_text(kind: Kind) -> Iterator[Case]:
     }
     for name, text in texts.items():
         content = (text + "\n" * kind.lines).encode("utf-8", "surrogateescape")
-        yield _case(kind, name, functools.partial(_write, content=content), right=kind.any_text)
+        yield case(kind, name, functools.partial(write, content=content), right=kind.any_text)
 
 
 def _any_json(kind: Kind, draw: random.Random) -> Iterator[Case]:
     for text in ("null", "[]", '"text"', "{}", "[{}]"):
         content = (text + "\n" * kind.lines).encode()
-        yield _case(kind, f"only {text}", functools.partial(_write, content=content), right=text in kind.right_texts)
-    values = json.loads(_sound(kind)[1].splitlines()[-1] if kind.lines else kind.unsealed(_sound(kind)[1]))
+        yield case(kind, f"only {text}", functools.partial(write, content=content), right=text in kind.right_texts)
+    values = json.loads(sound(kind)[1].splitlines()[-1] if kind.lines else kind.unsealed(sound(kind)[1]))
     places = list(_places(values))
     for place in draw.sample(places, min(_PLACES, len(places))):
         name, before = ".".join(map(str, place)), _at(values, place)
@@ -214,16 +214,12 @@ def _nested(levels: int) -> Any:
 
 
 @functools.cache
-def _sound(kind: Kind) -> tuple[Path, bytes, Any]:
+def sound(kind: Kind) -> tuple[Path, bytes, Any]:
     """(a folder with all valid files of a kind, the contents of its file, what reading it gives); created once per process."""
     folder = Path(tempfile.mkdtemp(prefix="titanlite-hostile-"))
     kind.write(folder)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with working_in(folder):
         return folder, (folder / kind.file).read_bytes(), kind.read()
-    finally:
-        os.chdir(before)
 
 
 def _of_values(kind: Kind, name: str, change: Callable[[Any], None], right: bool, same: bool = False) -> Case:
@@ -237,20 +233,20 @@ def _of_values(kind: Kind, name: str, change: Callable[[Any], None], right: bool
         text = json.dumps(values) + "\n" * kind.lines
         path.write_bytes(b"".join(first) + kind.sealed_again(text.encode()))
 
-    return _case(kind, name, write, right, same)
+    return case(kind, name, write, right, same)
 
 
-def _case(kind: Kind, name: str, change: Callable[[Path], object], right: bool = False, same: bool = False) -> Case:
+def case(kind: Kind, name: str, change: Callable[[Path], object], right: bool = False, same: bool = False) -> Case:
     """same: an accepted file must read like the valid one."""
 
     def make(folder: Path) -> Callable[[], object]:
-        shutil.copytree(_sound(kind)[0], folder, dirs_exist_ok=True, symlinks=True)
+        shutil.copytree(sound(kind)[0], folder, dirs_exist_ok=True, symlinks=True)
         change(folder / kind.file)
 
         def action() -> None:
             result = kind.read()
-            assert not same or result == _sound(kind)[2], f"{result} instead of {_sound(kind)[2]}"
+            assert not same or result == sound(kind)[2], f"{result} instead of {sound(kind)[2]}"
 
         return action
 
-    return Case("files", f"{kind.title}, {name}", make, kind.named or re.escape(kind.file), right)
+    return Case(f"{kind.title}, {name}", make, kind.named or re.escape(kind.file), right)

@@ -21,13 +21,12 @@ SECONDS = 10.0  # CPU time of this process, for one case
 class Case(NamedTuple):
     """One wrong input.
 
-    name: unique within its mechanism, and the same at every seed that draws it. make: writes the input into an empty folder,
+    name: unique within its generator, and the same at every seed that draws it. make: writes the input into an empty folder,
     which is also the working folder, and returns the function that reads it as a user's command does. names: a pattern that the
     message must have, such as the key or the file. right: whether the input may also be accepted; the action then raises
     AssertionError if the result is not correct.
     """
 
-    mechanism: str
     name: str
     make: Callable[[Path], Callable[[], object]]
     names: str
@@ -38,7 +37,7 @@ def judge(case: Case, folder: Path) -> list[str]:
     """The violations of a case, as text; none if all rules hold. folder: empty."""
     resource_tracker.ensure_running()  # a process of multiprocessing that persists
     before_children = _children()
-    with _working_in(folder):
+    with working_in(folder):
         action = case.make(folder)
         before = _contents(folder)
         begun = time.process_time()
@@ -64,7 +63,7 @@ def judge(case: Case, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _working_in(folder: Path) -> Iterator[None]:
+def working_in(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
     try:

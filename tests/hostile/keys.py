@@ -92,27 +92,8 @@ def toml(settings: dict[str, str], base: str = "") -> str:
     return "\n".join([*head, *(f"{key} = {value}" for key, value in settings.items()), ""])
 
 
-def _read(text: str, *options: str) -> Callable[[Path], Callable[[], object]]:
-    """Reads a configuration as a command does."""
-
-    def make(folder: Path) -> Callable[[], object]:
-        (folder / "run.toml").write_text(text, encoding="utf-8")
-        return lambda: read_words(["run.toml", *options], "")
-
-    return make
-
-
-def _check(text: str, *options: str, base: str = "", right: str = "") -> Callable[[Path], Callable[[], object]]:
-    """Reads and checks a run on one rank, or on two stages, as a rank does at its start.
-
-    base: the text of base.toml. right: it is accepted, and the line on keys without effect has this text.
-    """
-
-    def action() -> None:
-        config = read_config("run.toml", list(options))
-        check(config, "run.toml", 2 if config.parallelism.pipeline_parallel_degree == 2 else 1, open_files=False)
-        note = effects.note(config.idle(effects.Hardware(False, 1)))
-        assert not right or re.search(right, note), f"the line at the start does not name {right!r}: {note!r}"
+def _with_file(text: str, action: Callable[[], object], base: str = "") -> Callable[[Path], Callable[[], object]]:
+    """base: the text of base.toml."""
 
     def make(folder: Path) -> Callable[[], object]:
         (folder / "run.toml").write_text(text, encoding="utf-8")
@@ -122,11 +103,31 @@ def _check(text: str, *options: str, base: str = "", right: str = "") -> Callabl
     return make
 
 
+def _read(text: str, *options: str) -> Callable[[Path], Callable[[], object]]:
+    """Reads a configuration as a command does."""
+    return _with_file(text, lambda: read_words(["run.toml", *options], ""))
+
+
+def _check(text: str, *options: str, base: str = "", right: str = "") -> Callable[[Path], Callable[[], object]]:
+    """Reads and checks a run on one rank, or on two stages, as a rank does at its start.
+
+    right: it is accepted, and the line on keys without effect has this text.
+    """
+
+    def action() -> None:
+        config = read_config("run.toml", list(options))
+        check(config, "run.toml", 2 if config.parallelism.pipeline_parallel_degree == 2 else 1, open_files=False)
+        note = effects.note(config.idle(effects.Hardware(False, 1)))
+        assert not right or re.search(right, note), f"the line at the start does not name {right!r}: {note!r}"
+
+    return _with_file(text, action, base)
+
+
 def _of_file_and_option(key: str, name: str, value: str) -> Iterator[Case]:
     """A wrong value, in a file and as an option."""
     names = rf"{re.escape(key)} = .*must be "
-    yield Case("keys", f"{key} {name} in a file", _read(toml({key: value})), names)
-    yield Case("keys", f"{key} {name} as an option", _read("", f"--{key}={value}"), names)
+    yield Case(f"{key} {name} in a file", _read(toml({key: value})), names)
+    yield Case(f"{key} {name} as an option", _read("", f"--{key}={value}"), names)
 
 
 # ------------------------------------------------------------------------------------------------------ types and bounds
@@ -159,7 +160,7 @@ def _types(kinds: list[dict[str, Any]]) -> set[str]:
 
 def _wrong_types(key: str) -> Iterator[Case]:
     for kind in sorted(set(TYPES) - _types(ALTERNATIVES[key])):
-        yield Case("keys", f"{key} of type {kind}", _read(toml({key: TYPES[kind]})), rf"{re.escape(key)}\b")
+        yield Case(f"{key} of type {kind}", _read(toml({key: TYPES[kind]})), rf"{re.escape(key)}\b")
     if not {"string", "array", "object"} & _types(ALTERNATIVES[key]):
         yield from list(_of_file_and_option(key, "of words", '"a b"'))[1:]
     if values := next((each["enum"] for each in ALTERNATIVES[key] if "enum" in each), None):
@@ -178,10 +179,10 @@ def _out_of_bounds(key: str) -> Iterator[Case]:
             if not whole:
                 yield from _of_file_and_option(key, "not a number", "nan")
         if "maxLength" in each:
-            yield Case("keys", f"{key} too long", _read(toml({key: json.dumps("a" * 1001)})), rf"{re.escape(key)}\b")
-            yield Case("keys", f"{key} with NUL", _read(toml({key: '"a\\u0000b"'})), rf"{re.escape(key)}\b")
+            yield Case(f"{key} too long", _read(toml({key: json.dumps("a" * 1001)})), rf"{re.escape(key)}\b")
+            yield Case(f"{key} with NUL", _read(toml({key: '"a\\u0000b"'})), rf"{re.escape(key)}\b")
         if "minItems" in each:
-            yield Case("keys", f"{key} empty", _read(toml({key: "[]"})), rf"{re.escape(key)}\b")
+            yield Case(f"{key} empty", _read(toml({key: "[]"})), rf"{re.escape(key)}\b")
 
 
 # ---------------------------------------------------------------------------------------------------------- no effect
@@ -246,12 +247,12 @@ def _without_effect(key: str, condition: str) -> Iterator[Case]:
     names = rf"{re.escape(key)} = .*has no effect unless {re.escape(condition)}"
     given = settings.pop(key)
     option = f"--{key}={as_option(given)}"
-    yield Case("keys", f"{key} as an option unless {condition}", _check(toml(settings), option), names)
+    yield Case(f"{key} as an option unless {condition}", _check(toml(settings), option), names)
     if of_the_hardware(condition):
         in_file = _read_and_note(toml(settings | {key: given}), names)
-        yield Case("keys", f"{key} in a file unless {condition}", in_file, names, right=True)
+        yield Case(f"{key} in a file unless {condition}", in_file, names, right=True)
     else:
-        yield Case("keys", f"{key} in a file unless {condition}", _check(toml(settings | {key: given})), names)
+        yield Case(f"{key} in a file unless {condition}", _check(toml(settings | {key: given})), names)
 
 
 def _read_and_note(text: str, words: str) -> Callable[[Path], Callable[[], object]]:
@@ -264,11 +265,7 @@ def _read_and_note(text: str, words: str) -> Callable[[Path], Callable[[], objec
         assert re.search(words, effects.note(idle)), effects.note(idle)
         assert not any(key.value != key.default for key in config.settled(hardware).idle(hardware))
 
-    def make(folder: Path) -> Callable[[], object]:
-        (folder / "run.toml").write_text(text, encoding="utf-8")
-        return action
-
-    return make
+    return _with_file(text, action)
 
 
 def as_option(value: str) -> str:
@@ -286,7 +283,7 @@ def _layers() -> Iterator[Case]:
         "an option": _check(toml(on), "--validation.enable=false", right=note),
     }
     for name, make in later.items():
-        yield Case("keys", f"a feature that {name} switches off later", make, names, right=True)
+        yield Case(f"a feature that {name} switches off later", make, names, right=True)
     same = {
         "a base": _check(toml({}, "base.toml"), base=toml(on | off)),
         "a file": _check(toml(on | off)),
@@ -295,7 +292,7 @@ def _layers() -> Iterator[Case]:
         "an option over a file": _check(toml(off), "--validation.freq=7"),
     }
     for name, make in same.items():
-        yield Case("keys", f"a feature that is off, and its key of {name}", make, names)
+        yield Case(f"a feature that is off, and its key of {name}", make, names)
 
 
 # ----------------------------------------------------------------------------------------------- twice, misspelt, others
@@ -304,8 +301,8 @@ def _layers() -> Iterator[Case]:
 def _twice(key: str) -> Iterator[Case]:
     value = as_option(other(key))
     dashes = key.replace("_", "-")
-    yield Case("keys", f"{key} twice", _read("", f"--{key}={value}", f"--{key}={value}"), rf"--{re.escape(key)}: given twice")
-    yield Case("keys", f"{key} twice, apart", _read("", f"--{key}", value, f"--{dashes}", value), "given twice")
+    yield Case(f"{key} twice", _read("", f"--{key}={value}", f"--{key}={value}"), rf"--{re.escape(key)}: given twice")
+    yield Case(f"{key} twice, apart", _read("", f"--{key}", value, f"--{dashes}", value), "given twice")
 
 
 def _misspelt(key: str, draw: random.Random) -> Iterator[Case]:
@@ -314,15 +311,15 @@ def _misspelt(key: str, draw: random.Random) -> Iterator[Case]:
         if not wrong or f"{section}.{wrong}" in KEYS:
             continue
         names = rf"{re.escape(section)}\.{re.escape(wrong)}\b.*(no such key|not a key)"
-        yield Case("keys", f"{key} misspelt {wrong} in a file", _read(toml({f"{section}.{wrong}": "1"})), names)
-        yield Case("keys", f"{key} misspelt {wrong} as an option", _read("", f"--{section}.{wrong}=1"), names)
+        yield Case(f"{key} misspelt {wrong} in a file", _read(toml({f"{section}.{wrong}": "1"})), names)
+        yield Case(f"{key} misspelt {wrong} as an option", _read("", f"--{section}.{wrong}=1"), names)
 
 
 def _entries() -> Iterator[Case]:
     """Entries of [[training.sources]]; those of [[validation.sources]] are of the same class."""
 
     def read(what: str, entries: str, names: str) -> Case:
-        return Case("keys", f"sources, {what}", _read(f"training.sources = [{entries}]\n"), names)
+        return Case(f"sources, {what}", _read(f"training.sources = [{entries}]\n"), names)
 
     for name in Source.model_fields:
         kinds = alternatives(Source, name)
@@ -344,7 +341,7 @@ def _options() -> Iterator[Case]:
         "a name of dots": ("--..=5", r"no such section"),
     }
     for name, (option, names) in words.items():
-        yield Case("keys", f"options: {name}", _read("", option), names)
+        yield Case(f"options: {name}", _read("", option), names)
     twice = ["run.toml", "--ranks", "1", "--ranks=2"]
     action = functools.partial(read_command, config_parser("estimate"), twice)
-    yield Case("keys", "options: of a command, twice", lambda _: action, "--ranks: given twice")
+    yield Case("options: of a command, twice", lambda _: action, "--ranks: given twice")

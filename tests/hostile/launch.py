@@ -55,13 +55,13 @@ def cases(seed: int) -> Iterator[Case]:
             yield _refused(f"{name} drawn {number}", {name: text}, name)
     for name in ("RANK", "WORLD_SIZE"):
         for text in ("010", "-1", "abc", "18446744073709551618", "1e3"):
-            yield Case("launch", f"{name}={text} of a rank", _within({name: text}, process.rank_and_world), name)
+            yield Case(f"{name}={text} of a rank", _within({name: text}, process.rank_and_world), name)
     for number, variables in enumerate(RIGHT):
-        yield Case("launch", f"right {number}", _within(variables, layout.read_layout), "-", right=True)
+        yield Case(f"right {number}", _within(variables, layout.read_layout), "-", right=True)
 
 
 def _refused(name: str, variables: dict[str, str], names: str) -> Case:
-    return Case("launch", name, _within(variables, _launch), f"{names}=")
+    return Case(name, _within(variables, _launch), f"{names}=")
 
 
 def _launch() -> None:

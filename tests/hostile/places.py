@@ -58,10 +58,6 @@ def start(*options: str) -> None:
     assert json.loads((dump / "metrics.jsonl").read_text().splitlines()[-1]) == {"step": 1, "loss": 1.0}, "no report"
 
 
-def case(name: str, make: Make, names: str, right: bool = False) -> Case:
-    return Case("places", name, make, names, right)
-
-
 def in_a_run(put: Callable[[Path], object], *options: str, action: Callable[..., None] = start) -> Make:
     """A run folder `out` with something put into it, and a start there."""
 
@@ -107,9 +103,9 @@ def run_folders() -> Iterator[Case]:
         os.mkfifo(out.parent / "fifo")
 
     for name, value in values.items():
-        yield case(f"job.dump_folder is {name}", in_a_run(put, "--job.dump_folder", value), r"job\.dump_folder")
+        yield Case(f"job.dump_folder is {name}", in_a_run(put, "--job.dump_folder", value), r"job\.dump_folder")
     mine = "# of the user's\n"
-    yield case("config.toml is of the user's", in_a_run(lambda out: (out / "config.toml").write_text(mine)), r"config\.toml")
+    yield Case("config.toml is of the user's", in_a_run(lambda out: (out / "config.toml").write_text(mine)), r"config\.toml")
 
 
 # ----------------------------------------------------------------------------------------------------- folders that collide
@@ -124,13 +120,13 @@ def colliding_options() -> Iterator[Case]:
         inside = [f"{name}/inside" for name in taken]
         for value in [*wrong, *taken, *inside, f"./{taken[-1]}/.", "stacks/../stacks"]:
             option = f"--{key}={value}"
-            yield case(f"{key} = {value[:30]!r}", in_a_run(lambda out: None, option), re.escape(key))
+            yield Case(f"{key} = {value[:30]!r}", in_a_run(lambda out: None, option), re.escape(key))
     pairs = [(one, other) for one in _FOLDERS for other in _FOLDERS if one < other]
     for one, other in pairs:
         for first, second in (("same", "same"), ("same", "same/inside"), ("same/inside", "same"), ("a/./b", "a//b")):
             options = (f"--{one}={first}", f"--{other}={second}")
             name = f"{one} = {first!r} and {other} = {second!r}"
-            yield case(name, in_a_run(lambda out: None, *options), re.escape(other))
+            yield Case(name, in_a_run(lambda out: None, *options), re.escape(other))
 
 
 def cases(seed: int) -> Iterator[Case]:

@@ -27,6 +27,13 @@ class Answer(NamedTuple):
     seconds: float
 
 
+def copy_tree(folder: Path) -> None:
+    """Copies this checkout without what it has built, and with its environment, where run_train.sh finds its interpreter."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    if sys.prefix != sys.base_prefix:
+        (folder / ".venv").symlink_to(sys.prefix)
+
+
 class Copy:
     """The tree in a folder. Its commands do not share titanlite's cache with others."""
 
@@ -34,9 +41,7 @@ class Copy:
         self.root = folder / "tree"
         self._cache, self._of_pytest = folder / "cache", folder / "pytest"
         self._clock = int(time.time()) - 10**6
-        shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*_NOT_COPIED))
-        if sys.prefix != sys.base_prefix:
-            (self.root / ".venv").symlink_to(sys.prefix)  # where run_train.sh finds its interpreter
+        copy_tree(self.root)
 
     @contextlib.contextmanager
     def fault(self, fault: Fault) -> Iterator[None]:

@@ -174,11 +174,11 @@ def correct_table(known: dict[str, dict[str, Any]]) -> str:
     return "\n".join([total, "", *head, *lines])
 
 
-def read_score(path: Path = SCORE) -> Known:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"faults": {}, "correct": {}}
+def read_score() -> Known:
+    return json.loads(SCORE.read_text(encoding="utf-8")) if SCORE.exists() else {"faults": {}, "correct": {}}
 
 
-def _write_score(path: Path, known: Known) -> None:
+def _write_score(known: Known) -> None:
     """One line for each result."""
     parts = [
         f" {json.dumps(kind)}: {{\n"
@@ -186,9 +186,9 @@ def _write_score(path: Path, known: Known) -> None:
         + "\n }"
         for kind, results in known.items()
     ]
-    unfinished = path.with_suffix(".tmp")
+    unfinished = SCORE.with_suffix(".tmp")
     unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-    unfinished.rename(path)
+    unfinished.rename(SCORE)
 
 
 def main() -> None:
@@ -197,10 +197,9 @@ def main() -> None:
     parser.add_argument("--suite", action="store_true", help="run the tests that each fault names")
     parser.add_argument("--correct", action="store_true", help="run check-model on the right models")
     parser.add_argument("--again", action="store_true", help="also what another commit has scored")
-    parser.add_argument("--results", type=Path, default=SCORE)
     parser.add_argument("--table", action="store_true", help="write the tables of docs/design/verification.md")
     arguments = parser.parse_args()
-    faults, known = read_faults(), read_score(arguments.results)
+    faults, known = read_faults(), read_score()
     if unknown := set(arguments.fault or ()) - {fault.id for fault in faults}:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
     if arguments.table:
@@ -215,7 +214,7 @@ def main() -> None:
         if not arguments.fault and key in before and not (arguments.again and before[key] != commit):
             return
         known[kind][name] = before | measure() | {key: commit}
-        _write_score(arguments.results, known)
+        _write_score(known)
         print(name, json.dumps(known[kind][name]), flush=True)
 
     with tempfile.TemporaryDirectory(prefix="titanlite-score-") as folder:

@@ -4,15 +4,11 @@ A change of the table may be intended: `python -m tests.cuda_shim.kernels` write
 """
 
 import difflib
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cuda_shim import build
 from tests.cuda_shim.kernels import CASES, TABLE, committed, compiled, fallbacks, section, versions, why_not
 
 _OTHER_VERSIONS = not why_not() and versions() not in TABLE.read_text()
@@ -42,21 +38,6 @@ def test_a_step_compiles_to_the_kernels_of_the_table(regions, case):
 @pytest.mark.parametrize("case", [pytest.param("planted", marks=_COMPILED)])
 def test_a_fallback_inside_a_block_is_named(regions, case):
     assert fallbacks(regions[case]["llama3.forward, forward"]) == ["aten.sort.stable"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-def test_generation_with_grouped_queries_the_loss_and_routers_take_the_kernels_made_for_them(tmp_path):
-    command = [sys.executable, "-m", "tests.cuda_shim.operations"]
-    result = subprocess.run(command, env=build.build(tmp_path), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-5000:]
-    found = json.loads(result.stdout)
-    layers = 4
-    for part in ("prefill", "one token"):
-        attention = [name for name in found[part] if "dot_product" in name or "softmax" in name or "bmm" in name]
-        assert attention == ["aten._scaled_dot_product_efficient_attention.default"] * layers, (part, attention)
-    assert [name for name in found["loss"] if "mm" in name] == ["aten.mm.out", "aten.mm.out", "aten.mm.dtype_out"]
-    assert [name for name in found["router"] if "mm" in name] == ["aten.mm.dtype"] * 3  # none in float32
 
 
 _SPILLS = {
