@@ -1,8 +1,8 @@
 """What a path of the configuration means, what is made from text and cached, and which damage is reported before training."""
 
 import json
-import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -158,15 +158,14 @@ def test_chats_are_rendered_by_the_template_and_again_by_another(tmp_path, asset
     assert found == ["user:2 + 2?assistant:four", "again user:2 + 2?assistant:four"]
 
 
-@pytest.mark.parametrize("point", ["encode_all", "write_shards", "_count_inputs", "_hand_over"])
-def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch, point):
+def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl")
 
     def fail(*_arguments):
         raise RuntimeError("in the middle")
 
     with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
-        broken.setattr(prepare, point, fail)
+        broken.setattr(prepare, "write_shards", fail)
         _open(path, assets)
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ".unfinished"}
     assert _documents(_open(path, assets)) == _expected(loaded)
@@ -187,35 +186,26 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_to_set(tmp_
         _open(write_jsonl(tmp_path / "a.jsonl"), assets)
 
 
-def _open_slowly(path: Path, assets: Path, notes: Path, ready, answers) -> None:
-    make = cache.prepare
+def test_two_programs_at_once_make_tokens_once(tmp_path, assets, loaded, monkeypatch):
+    """Two threads, which open the lock file each for itself as two processes do."""
+    path, make, made, ready, answers = write_jsonl(tmp_path / "a.jsonl"), cache.prepare, [], threading.Barrier(2), []
 
     def slowly(*arguments, **options):
-        with open(notes, "a") as file:
-            file.write("made\n")
+        made.append(1)
         time.sleep(0.3)
         return make(*arguments, **options)
 
-    cache.prepare = slowly
-    ready.wait(timeout=PATIENCE)
-    source = _open(path, assets)
-    answers.put((source.fingerprint, _documents(source)))
+    def one() -> None:
+        ready.wait(timeout=PATIENCE)
+        answers.append(_documents(_open(path, assets)))
 
-
-def test_two_processes_at_once_make_tokens_once(tmp_path, assets, loaded):
-    context = multiprocessing.get_context("spawn")
-    ready, answers, notes = context.Barrier(2), context.Queue(), tmp_path / "notes"
-    arguments = write_jsonl(tmp_path / "a.jsonl"), assets, notes, ready, answers
-    both = [context.Process(target=_open_slowly, args=arguments) for _ in range(2)]
-    for process in both:
-        process.start()
-    first, second = answers.get(timeout=PATIENCE), answers.get(timeout=PATIENCE)
-    for process in both:
-        process.join(timeout=PATIENCE)
-    assert [process.exitcode for process in both] == [0, 0]
-    assert first == second
-    assert first[1] == _expected(loaded)
-    assert notes.read_text() == "made\n"
+    monkeypatch.setattr(cache, "prepare", slowly)
+    both = [threading.Thread(target=one) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(PATIENCE)
+    assert answers == [_expected(loaded)] * 2 and len(made) == 1
 
 
 # ---------------------------------------------------------------------------------------------------- made by `tokenize`
