@@ -27,14 +27,6 @@ def test_a_picture_is_drawn_committed_and_shown(name):
     assert drawn and committed and f"pictures/{name}.svg)" in PAGES
 
 
-def test_every_rank_is_in_the_mesh_once_and_pairs_share_a_color():
-    svg = pictures.mesh().svg()
-    colors = re.findall(r'<rect [^>]*fill="(#\w+)"[^>]*>\n<text [^>]*>rank (\d+)<', svg)
-    assert [int(rank) for _, rank in colors] == list(range(16))
-    parts = {int(rank): color for color, rank in colors}
-    assert len(set(parts.values())) == 4 and all(parts[rank] == parts[rank ^ 1] == parts[rank ^ 8] for rank in parts)
-
-
 def test_a_query_sees_its_own_document_up_to_itself():
     fills = re.findall(r'fill="(#\w+)" stroke', pictures.document_mask().svg())
     seen = [sum(fill != "#ffffff" for fill in fills[144 * panel : 144 * (panel + 1)]) for panel in range(3)]

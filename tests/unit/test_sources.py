@@ -16,7 +16,7 @@ from titanlite.data.indexed import path_of
 from titanlite.data.prepare import cache, prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.manifest import sealed
-from titanlite.data.sources import TokenSource, find, key_of, open_source, read_manifest, sources_of
+from titanlite.data.sources import TokenSource, find, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import cache_folder
@@ -59,23 +59,6 @@ def _expected(loaded: LoadedTokenizer, texts: list[str] = TEXTS) -> list[list[in
     return [[*loaded.tokenizer.encode(text).ids, loaded.end_of_text] for text in texts]
 
 
-# -------------------------------------------------------------------------------------------------------- configuration
-
-
-@pytest.mark.parametrize(
-    ("keys", "paths", "key"),
-    [
-        ({}, ["stdlib"], "training.dataset"),
-        ({"dataset_path": "a/b"}, ["a/b"], "training.dataset_path"),
-        ({"sources": [{"path": "a"}, {"path": "stdlib"}]}, ["a", "stdlib"], "training.sources"),
-    ],
-)
-def test_the_sources_are_those_of_the_key_that_is_given(keys, paths, key):
-    config = Config.model_validate({"training": keys})
-    assert [source.path for source in sources_of(config, "training")] == paths
-    assert key_of(config, "training") == key
-
-
 # -------------------------------------------------------------------------------------------------------------- finding
 
 
@@ -103,16 +86,6 @@ def test_a_missing_file_of_a_pair_is_an_error(tmp_path, assets, suffix):
     for path in (tmp_path, tmp_path / "b"):
         with pytest.raises(UserError, match=f"{missing}: is missing"):
             _open(path, assets)
-
-
-def test_all_other_existing_files_are_text(tmp_path, monkeypatch):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    write_jsonl(folder / "a.jsonl")
-    (folder / "b.txt").write_text("text")
-    monkeypatch.chdir(folder)
-    for path in (str(folder), str(folder / "a.jsonl"), str(folder / "b.txt"), f"{folder}/*.txt", ".", "b.txt", "stdlib"):
-        assert find(path, _KEY) is None
 
 
 def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_path):

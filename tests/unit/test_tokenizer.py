@@ -80,13 +80,6 @@ def test_the_end_of_text_token_is_recognized_in_a_prompt_but_not_in_documents(as
 # --------------------------------------------------------------------------------------------------- what is known of it
 
 
-@pytest.mark.parametrize(("settings", "expected"), [({"bos_token": None}, None), ({"bos_token": {"content": "b"}}, "b")])
-def test_the_begin_of_text_is_the_bos_token_of_the_settings(assets, settings, expected):
-    (assets / "tokenizer_config.json").write_text(json.dumps(settings))
-    loaded = load_tokenizer(str(assets))
-    assert loaded.bos_token == (loaded.tokenizer.token_to_id(expected) if expected else None)
-
-
 def test_the_digest_distinguishes_tokenizers_but_not_their_files(assets, tmp_path):
     digest = tokenizer_digest(load_tokenizer(str(assets)))
     other = tmp_path / "other"
