@@ -1,4 +1,4 @@
-"""Meshes and options whose traffic is tested on the fake process group (unit/test_plan.py) or on gloo (test_communication.py)."""
+"""Meshes and options whose traffic is tested on a fake process group (unit/test_plan.py) or on gloo (test_communication.py)."""
 
 import math
 from typing import Any, NamedTuple
