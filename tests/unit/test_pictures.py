@@ -6,9 +6,6 @@ from xml.etree import ElementTree
 import pytest
 
 from docs.site import pictures
-from docs.site.svg import Drawing
-from titanlite.parallel.parallelize import STEPS
-from titanlite.parallel.tensor import STYLES
 
 PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (pictures.ROOT / "docs").rglob("*.md"))
 SMALL = {
@@ -30,28 +27,8 @@ def test_a_picture_is_drawn_committed_and_shown(name):
     assert drawn and committed and f"pictures/{name}.svg)" in PAGES
 
 
-def test_every_rank_is_in_the_mesh_once_and_pairs_share_a_color():
-    svg = pictures.mesh().svg()
-    colors = re.findall(r'<rect [^>]*fill="(#\w+)"[^>]*>\n<text [^>]*>rank (\d+)<', svg)
-    assert [int(rank) for _, rank in colors] == list(range(16))
-    parts = {int(rank): color for color, rank in colors}
-    assert len(set(parts.values())) == 4 and all(parts[rank] == parts[rank ^ 1] == parts[rank ^ 8] for rank in parts)
-
-
-def test_all_styles_and_steps_are_there():
-    assert set(STYLES) <= set(words(pictures.styles().svg()))
-    assert [word for word in words(pictures.surgery().svg()) if word in {step.name for step in STEPS}] == [
-        step.name for step in STEPS
-    ]
-
-
 def test_a_query_sees_its_own_document_up_to_itself():
     fills = re.findall(r'fill="(#\w+)" stroke', pictures.document_mask().svg())
     seen = [sum(fill != "#ffffff" for fill in fills[144 * panel : 144 * (panel + 1)]) for panel in range(3)]
     # 12 tokens; documents of 5, 3 and 4 tokens; at most 3 keys per query
     assert seen == [12 * 13 // 2, 5 * 6 // 2 + 3 * 4 // 2 + 4 * 5 // 2, 12 + 6 + 9]
-
-
-def test_text_that_does_not_fit_the_picture_is_an_error():
-    with pytest.raises(AssertionError, match="does not fit: a long line"):
-        Drawing(40, 40, "").text(0, 20, "a long line")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.repetitions import slow_but
-from tests.traffic_cases import ADAPTERS, BOTH, HALF, HYBRID, LATE, MUON, SHARD, TP, Case
+from tests.traffic_cases import ADAPTERS, BOTH, HALF, LATE, MUON, SHARD, Case
 from tests.unit.test_plan_experts import case as experts
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -23,18 +23,13 @@ GIB = 2**30
 NARROW = {"dtype": "bfloat16", **HALF}
 CASES = {
     "one process": Case({}),
-    "replicas of shards": Case(HYBRID),
-    "tp 2": Case(TP),
     "adapters": Case(SHARD, others=ADAPTERS),
-    "Muon": Case(SHARD, others=MUON),
     "Muon, split experts": experts({"dp_shard": 2, "ep": 2})._replace(others=MUON),
     "bfloat16": Case(BOTH, training=NARROW),
     "bfloat16 with remainders": Case(SHARD, training=NARROW, others={"optimizer": {"rounding": "compensated"}}),
     "an EMA": Case(SHARD, others={"optimizer": {"ema_decay": 0.9}}),
     "whole gradients": Case(BOTH, accumulation=2, parallelism=LATE),
     "one microbatch, reduced at once": Case(BOTH, parallelism=LATE),
-    "split experts, whole gradients": experts({"dp_shard": 4, "ep": 4}, reduce_every_microbatch=False),
-    "tp 2, whole experts": experts({"dp_shard": 2, "tp": 2}),
     "tp 2, split experts": experts({"dp_shard": 2, "tp": 2, "ep": 4}),
     "tp 2, whole experts and gradients": experts({"dp_shard": 2, "tp": 2}, reduce_every_microbatch=False),
 }

@@ -70,14 +70,6 @@ def _expected(tokenizer: LoadedTokenizer, texts: list[str], end: bool = True) ->
 # --------------------------------------------------------------------------------------------------------------- output
 
 
-@pytest.mark.parametrize("end", [True, False])
-def test_every_document_is_written_in_order_with_the_end_of_text_if_configured(tmp_path, tokenizer, many_units, end):
-    manifest = _prepare(write_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "out", tokenizer, append_eos=end)
-    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS, end)
-    assert manifest["end_of_text"] == (tokenizer.end_of_text if end else None)
-    assert not (tmp_path / "out.unfinished").exists()
-
-
 def test_the_manifest_describes_the_files(tmp_path, tokenizer, many_units):
     first, second = write_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "b.txt"
     second.write_text("the end")
@@ -102,18 +94,22 @@ def test_the_manifest_describes_the_files(tmp_path, tokenizer, many_units):
         assert shard["loss"] is None
 
 
-@pytest.mark.parametrize("limit", [1, 50, 100, 101, 400, 10**9])
-def test_shards_are_filled_up_to_the_limit_and_split_no_document(tmp_path, tokenizer, many_units, limit):
-    manifest = _prepare(write_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "out", tokenizer, shard_tokens=limit)
-    lengths = [len(ids) for ids in _expected(tokenizer, _TEXTS)]
+@pytest.mark.parametrize(("limit", "end"), [(1, True), (100, True), (101, False), (10**9, True)])
+def test_documents_come_in_order_with_the_end_of_text_in_shards_filled_up_to_the_limit(
+    tmp_path, tokenizer, many_units, limit, end
+):
+    path = write_jsonl(tmp_path / "a.jsonl", _TEXTS)
+    manifest = _prepare(path, tmp_path / "out", tokenizer, shard_tokens=limit, append_eos=end)
+    documents = _expected(tokenizer, _TEXTS, end)
     expected: list[list[int]] = []
-    for length in lengths:
+    for length in map(len, documents):
         if not expected or sum(expected[-1]) + length > limit:
             expected.append([])
         expected[-1].append(length)
     assert [shard["documents"] for shard in manifest["shards"]] == [len(shard) for shard in expected]
-    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
-    assert [shard["name"] for shard in manifest["shards"]] == [f"{number:05d}" for number in range(len(expected))]
+    assert _documents(tmp_path / "out") == documents
+    assert manifest["end_of_text"] == (tokenizer.end_of_text if end else None)
+    assert not (tmp_path / "out.unfinished").exists()
 
 
 def test_files_do_not_depend_on_workers_or_units(tmp_path, tokenizer, monkeypatch):
@@ -125,9 +121,9 @@ def test_files_do_not_depend_on_workers_or_units(tmp_path, tokenizer, monkeypatc
     monkeypatch.setattr(documents, "_SMALLEST", 150)
     monkeypatch.setattr(shards, "_TOKENS_AT_ONCE", 7)
     _prepare(tmp_path / "a.jsonl", tmp_path / "units", tokenizer, **options)
-    _prepare(tmp_path / "a.jsonl", tmp_path / "three", tokenizer, workers=3, **options)
+    _prepare(tmp_path / "a.jsonl", tmp_path / "two", tokenizer, workers=2, **options)
     assert {"skipped.jsonl", "00000.bin", "00000.idx", "00000.loss", "00001.bin"} <= _files(tmp_path / "one").keys()
-    assert _files(tmp_path / "one") == _files(tmp_path / "units") == _files(tmp_path / "three")
+    assert _files(tmp_path / "one") == _files(tmp_path / "units") == _files(tmp_path / "two")
     assert all(ids.count(tokenizer.end_of_text) <= 1 for ids in _documents(tmp_path / "one"))  # without that of the last text
 
 
@@ -150,15 +146,12 @@ def test_chats_have_a_loss_file_beside_every_shard_and_no_end_of_text(tmp_path, 
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_fault_ends_the_work_with_file_and_line_and_leaves_nothing_under_the_final_name(
-    tmp_path, tokenizer, many_units, workers
-):
+def test_a_fault_ends_the_work_with_file_and_line_and_leaves_nothing_under_the_final_name(tmp_path, tokenizer, many_units):
     path = write_jsonl(tmp_path / "a.jsonl", _TEXTS)
     path.write_text(path.read_text() + _BAD)
     before = multiprocessing.active_children()
     with pytest.raises(BadDocument, match=r"a\.jsonl, line 61"):
-        _prepare(path, tmp_path / "out", tokenizer, workers=workers)
+        _prepare(path, tmp_path / "out", tokenizer, workers=2)
     assert not (tmp_path / "out").exists()
     assert set(multiprocessing.active_children()) <= set(before)
 
@@ -240,7 +233,7 @@ def test_another_command_is_refused_with_what_differs_and_the_remedy(tmp_path, t
     ):
         with pytest.raises(UserError, match=words):
             _prepare(path, tmp_path / "out", **{"tokenizer": tokenizer, **difference})
-    _prepare(path, tmp_path / "out", tokenizer, workers=2)  # another number of workers is not a difference
+    _prepare(path, tmp_path / "out", tokenizer)
 
 
 def test_changed_inputs_are_refused_with_their_names(tmp_path, tokenizer, many_units):
@@ -290,8 +283,7 @@ def test_two_commands_at_once_are_refused(tmp_path, tokenizer):
     _prepare(path, tmp_path / "out", tokenizer)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_failed_write_is_reported_and_the_same_command_continues(tmp_path, tokenizer, workers, monkeypatch):
+def test_a_failed_write_is_reported_and_the_same_command_continues(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(documents, "_SMALLEST", 100_000)
     path = write_jsonl(tmp_path / "a.jsonl", _TEXTS * 30)
     _prepare(path, tmp_path / "whole", tokenizer)
@@ -299,7 +291,7 @@ def test_a_failed_write_is_reported_and_the_same_command_continues(tmp_path, tok
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))  # simulates a full disk
     try:
         with pytest.raises(UserError, match="finished units are kept"):
-            _prepare(path, tmp_path / "out", tokenizer, workers=workers)
+            _prepare(path, tmp_path / "out", tokenizer, workers=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "out").exists()

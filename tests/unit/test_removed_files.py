@@ -77,7 +77,7 @@ def _lines(path: Path) -> set[int]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's: its folder is gone
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_later_report_is_written_and_the_run_continues(tmp_path, seed):
     draw, dump = random.Random(seed), tmp_path / "run"
     config = Config(

@@ -84,9 +84,8 @@ def test_a_changed_key_is_noticed_only_where_it_matters(key, value):
     assert found == ([] if key in MAY_CHANGE else [key])
 
 
-@pytest.mark.parametrize("value", [float("inf"), 1 / 3])
-def test_a_number_written_to_a_file_and_read_back_is_unchanged(value):
-    keys = {"training.max_norm": value}
+def test_an_infinite_number_written_to_a_file_and_read_back_is_unchanged():
+    keys = {"training.max_norm": float("inf")}
     assert list(changes(setting(configuration(keys)), stored(keys).numbers)) == []
 
 
@@ -131,10 +130,9 @@ def test_patterns_allow_the_keys_that_they_match(allowed, refused):
     assert sorted(listed) == refused
 
 
-@pytest.mark.parametrize("allowed", [[], ["*"], ["training.seq_len"]])
-def test_impossible_changes_cannot_be_allowed(allowed):
+def test_impossible_changes_cannot_be_allowed():
     with pytest.raises(UserError, match=r"training\.seq_len"):
-        resume({"training.seq_len": 16, "checkpoint.allow_changes": allowed})
+        resume({"training.seq_len": 16, "checkpoint.allow_changes": ["*", "training.seq_len"]})
 
 
 def test_other_data_must_be_allowed_explicitly():
@@ -156,14 +154,6 @@ def test_a_valid_manifest_of_something_else_is_refused_in_one_sentence(foreign):
     """Correct checksums do not prove that a run wrote it: a tool or an attacker may have."""
     numbers = stored().numbers | foreign
     with pytest.raises(UserError, match=f"{SOURCE}: its (manifest is sound|timeline)"):
-        load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
-
-
-def test_no_run_continues_from_a_checkpoint_of_version_0_1():
-    numbers = stored().numbers
-    for name in ("timeline", "model_source", "loss_sum", "loss_count"):  # version 0.2 had no such entries
-        del numbers[name]
-    with pytest.raises(UserError, match=r"step-00000010: titanlite 0\.1 wrote it, .*model_only = true, or continue .* 0\.2"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
 
 
@@ -208,8 +198,7 @@ def test_dimensions_that_json_writes_differently_are_no_change():
 # ------------------------------------------------------------------------------------------------------------------ the batch
 
 
-@pytest.mark.parametrize(("before", "now"), [(-1, -1), (-1, 8), (8, -1), (8, 8)])
-@pytest.mark.parametrize("local", [8, 2])
+@pytest.mark.parametrize(("before", "now", "local"), [(-1, -1, 2), (-1, 8, 2), (8, -1, 8)])
 def test_an_equal_global_batch_is_no_change(before, now, local):
     """-1 on 1 rank of 8 samples and -1 on 4 ranks of 2 are one batch."""
     keys = {"training.global_batch_size": now, "training.local_batch_size": local}
@@ -231,18 +220,14 @@ TOTAL, STEPS, ALLOW = "lr_scheduler.total_steps", "training.steps", "checkpoint.
 STABLE = {"lr_scheduler.decay_ratio": 0.5, "lr_scheduler.min_lr_factor": 0.1}
 
 
-@pytest.mark.parametrize("steps", [11, 15, 20, 40, 1000])
-def test_a_run_of_another_length_keeps_the_schedule_that_it_began_with(steps):
+@pytest.mark.parametrize("steps", [11, 1000])
+def test_runs_of_other_lengths_keep_the_schedule_that_the_first_one_began_with(steps):
     began = build_schedule(configuration(STABLE))
     schedule = resume(STABLE | {STEPS: steps}, stored(STABLE))
     assert schedule == began and schedule.total_steps == 20 and schedule.decay_start == 10
     assert schedule.at(1000) == pytest.approx(0.1 * schedule.lr)
-
-
-def test_a_kept_schedule_is_kept_by_later_runs():
-    """The schedule that was followed counts, not the one that the keys of its run would give now."""
-    second = stored(STABLE | {STEPS: 40}, schedule=build_schedule(configuration(STABLE)))
-    assert resume(STABLE | {STEPS: 60}, second).total_steps == 20
+    # the schedule that was followed counts, not the one that the keys of its run would give now
+    assert resume(STABLE | {STEPS: 60}, stored(STABLE | {STEPS: steps}, schedule=schedule)) == began
 
 
 def test_another_planned_length_moves_the_decay_and_must_be_allowed():
@@ -265,17 +250,6 @@ def test_no_step_follows_a_schedule_that_ended_at_rate_zero_and_the_remedy_works
     assert remedy == [f"--{TOTAL}", "40", f"--{ALLOW}", TOTAL]
     assert resume({STEPS: 40, TOTAL: 40, ALLOW: [TOTAL]}).total_steps == 40
     assert resume({STEPS: 20}).total_steps == 20
-
-
-def test_a_decay_may_start_from_a_constant_rate_if_allowed():
-    """Warm-up, stable, decay: the checkpoint of a constant rate is decayed, on a branch."""
-    flat = {"lr_scheduler.decay_ratio": 0.0, STEPS: 100}
-    decay = {"lr_scheduler.decay_ratio": 0.4, TOTAL: 25, STEPS: 25}
-    with pytest.raises(UserError, match="allow_changes"):
-        resume(decay, stored(flat))
-    schedule = resume(decay | {ALLOW: ["lr_scheduler.*"]}, stored(flat))
-    assert (schedule.decay_start, schedule.total_steps) == (15, 25)
-    assert schedule.at(15) == build_schedule(configuration(flat)).at(15)
 
 
 # ---------------------------------------------------------------------------------------------- sums of losses, the run's id

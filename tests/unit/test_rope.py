@@ -1,14 +1,17 @@
-"""RoPE scalings: tables and logits of transformers, the round trip through config.json, and which values are refused."""
+"""RoPE scalings: tables of transformers, the round trip through config.json, and which values are refused.
+
+tests/unit/hf/test_config_keys.py compares the logits of every family with each kind of scaling.
+"""
 
 import copy
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -16,11 +19,9 @@ from models import llama3, olmo2, qwen3
 from models.attention import SeqInfo
 from models.rope import DynamicScaling, LongRopeScaling, RopeScaling, YarnScaling, rotation
 from models.split import Split
-from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
-from tests.hf_folders import their_model
+from tests import tiny
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
-from titanlite.hf.folder import their_name
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
 from titanlite.registry.family import Family, load_family
@@ -64,7 +65,7 @@ def _their_tables(description: dict, positions: torch.Tensor) -> tuple[torch.Ten
     return LlamaRotaryEmbedding(config)(torch.empty(1), positions)
 
 
-@pytest.mark.parametrize("length", [7, _ORIGINAL, _ORIGINAL + 1, 3 * _ORIGINAL, 8 * _ORIGINAL])
+@pytest.mark.parametrize("length", [_ORIGINAL, _ORIGINAL + 1, 8 * _ORIGINAL])
 @pytest.mark.parametrize("name", TABLES)
 def test_the_tables_are_those_of_transformers(name, length):
     description = _json(TABLES[name])
@@ -78,52 +79,29 @@ def test_the_tables_are_those_of_transformers(name, length):
         torch.testing.assert_close(ours[:, :, 0], theirs, rtol=0, atol=tolerance)
 
 
-# -------------------------------------------------------------------------------------------------------------- logits
+# ---------------------------------------------------------------------------------------------------------- generation
 
 _SMALL_ORIGINAL = 16
 _SCALINGS: dict[str, RopeScaling] = {
-    "yarn": YarnScaling(4.0, _SMALL_ORIGINAL),
     "longrope": LongRopeScaling((1.0, 1.1, 1.2, 1.3), (1.5, 3.0, 5.0, 7.0), _SMALL_ORIGINAL, factor=4.0),
     "dynamic": DynamicScaling(4.0, _SMALL_ORIGINAL),
 }
-_FAMILIES = {"llama": tiny, "qwen3": tiny_qwen3, "gemma3": tiny_gemma3, "olmo2": tiny_olmo2}
 
 
-def _both(module, scaling: RopeScaling):
-    """Our model and transformers', with the same weights."""
-    plain = module.FLAVORS["plain"]
-    if isinstance(scaling, LongRopeScaling):
-        repeats = plain.head_dim // 8
-        scaling = scaling._replace(short_factor=scaling.short_factor * repeats, long_factor=scaling.long_factor * repeats)
-    changes = {"rope_factor": 1.0} if module is tiny_gemma3 else {}
-    family = Family(module, dataclasses.replace(plain, rope_scaling=scaling, **changes))
-    theirs = their_model(family).eval()
-    weights, model = theirs.state_dict(), family.on_meta()
+def _model(scaling: RopeScaling) -> nn.Module:
+    model = Family(tiny, dataclasses.replace(tiny.FLAVORS["plain"], rope_scaling=scaling)).on_meta()
     materialize(model, torch.device("cpu"))
+    torch.manual_seed(0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[their_name(module, name)])
-    return model.eval(), theirs
-
-
-@pytest.mark.parametrize(
-    ("family", "name"), [pair for pair in itertools.product(_FAMILIES, _SCALINGS) if pair != ("gemma3", "dynamic")]
-)
-def test_logits_are_those_of_transformers_within_and_beyond_the_original_length(family, name):
-    model, theirs = _both(_FAMILIES[family], _SCALINGS[name])
-    for length in (_SMALL_ORIGINAL, 3 * _SMALL_ORIGINAL):
-        tokens = torch.arange(2 * length).reshape(2, length) * 7 % 512
-        with torch.no_grad():
-            expected = theirs(tokens).logits
-            found = model.head(model(tokens, SeqInfo(torch.arange(length).expand(2, length))))
-        assert expected.std() > 0.01
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1).add_(parameter.ndim == 1)
+    return model.eval()
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
 def test_generation_rotates_each_text_by_its_own_maximum_length(name):
     """A batch of a short and a long prompt, with the logits of one pass over the whole text."""
-    model, _ = _both(tiny, _SCALINGS[name])
+    model = _model(_SCALINGS[name])
     prompts, new = [[5, 6, 7], [i * 11 % 512 for i in range(30)]], 6
     together = generate(model, prompts, new, None, Sampling(temperature=0))
     for prompt, continued in zip(prompts, together, strict=True):
@@ -160,11 +138,6 @@ def test_the_original_length_may_be_outside_of_the_table_or_default_to_the_maxim
     found = llama3.from_hf(_json(_YARN, original_max_position_embeddings=77)).rope_scaling
     assert found == YarnScaling(8.0, 77)
     assert llama3.from_hf(_json(without)).rope_scaling == YarnScaling(8.0, 8 * _ORIGINAL)
-    for description in (_json(_YARN, original_max_position_embeddings=512), _json(without)):
-        positions = torch.arange(100)[None]
-        config = llama3.from_hf(description)
-        ours = rotation(SeqInfo(positions), _HEAD, config.rope_theta, config.rope_scaling)[0]
-        torch.testing.assert_close(ours[:, :, 0], _their_tables(description, positions)[0], rtol=0, atol=1e-6)
 
 
 # -------------------------------------------------------------------------------------------------------------- training

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from titanlite.optim.rounding import Positions, _wrapped, joined, keys_of, positions, random_bits, root, split, stochastic
+from titanlite.optim.rounding import _wrapped, joined, keys_of, positions, random_bits, root, split, stochastic
 
 
 def _bits(rows: int, columns: int, name: int = 1, step: int = 1, word: int = 0) -> torch.Tensor:
@@ -71,13 +71,6 @@ def test_the_positions_of_a_whole_parameter_count_its_values_in_order(shape):
 def test_positions_count_modulo_two_to_the_32():
     index = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 5])
     assert [int(i) % 2**32 for i in _wrapped(index)] == [0, 1, 2**31, 2**32 - 1, 0, 5]
-
-
-def test_a_part_of_a_matrix_has_the_bits_of_its_position():
-    key = keys_of(torch.tensor([3]), torch.tensor([4]))[0]
-    whole = positions(torch.empty(8, 10))
-    part = Positions(whole.rows[2:5], whole.columns[4:])
-    assert torch.equal(random_bits(part, key, 0), random_bits(whole, key, 0)[2:5, 4:])
 
 
 def test_the_square_root_is_rounded_by_ieee_754():

@@ -17,7 +17,7 @@ from titanlite.data.samples import Arrays
 from titanlite.ground.errors import UserError
 
 _SEQ_LEN = 8
-_SEEDS = range(4)
+_SEEDS = range(2)
 _POLICIES = ["pack", "best_fit", "truncate"]
 _EVERY = [(policy, mask) for policy in _POLICIES for mask in (False, True)]
 
@@ -246,24 +246,6 @@ def test_an_id_outside_of_the_vocabulary_is_refused_when_it_is_read(tmp_path, wr
         data.read(np.array([1, 0, 1]), np.array([4, 1, 5]))
     place = f"{tmp_path / 'wrong'}.bin: holds the id {wrong} in sample 5, at token 44, and"
     assert f"{place} the model's vocabulary is 1000" in str(error.value)
-
-
-# ------------------------------------------------------------------------------------------------------- what is left out
-
-
-@pytest.mark.parametrize("seed", _SEEDS)
-@pytest.mark.parametrize("policy", _POLICIES)
-def test_padding_and_unused_tokens_equal_counting(tmp_path, policy, seed):
-    lengths = _random_lengths(seed)
-    data = _data(tmp_path, _numbered(lengths), policy)
-    tokens = _read_all(data).tokens
-    padding, unused = data.waste(data.sources[0])
-    places = tokens if policy != "pack" else tokens[:, :-1]  # the token that two rows share is the first of the next row
-    assert padding == pytest.approx((places == 0).mean())
-    missing = set(range(1, sum(lengths) + 1)) - set(places.ravel().tolist())
-    # a long document that best_fit cuts has a token in two rows, which is counted twice
-    repeated = (tokens > 0).sum() - len(set(tokens[tokens > 0].tolist())) if policy == "best_fit" else 0
-    assert unused == pytest.approx(max(0, len(missing) - repeated) / sum(lengths))
 
 
 # --------------------------------------------------------------------------------------------------------------- weights

@@ -1,8 +1,8 @@
 """What a path of the configuration means, what is made from text and cached, and which damage is reported before training."""
 
 import json
-import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from titanlite.data.indexed import path_of
 from titanlite.data.prepare import cache, prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.manifest import sealed
-from titanlite.data.sources import TokenSource, find, key_of, open_source, read_manifest, sources_of
+from titanlite.data.sources import TokenSource, find, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import cache_folder
@@ -59,23 +59,6 @@ def _expected(loaded: LoadedTokenizer, texts: list[str] = TEXTS) -> list[list[in
     return [[*loaded.tokenizer.encode(text).ids, loaded.end_of_text] for text in texts]
 
 
-# -------------------------------------------------------------------------------------------------------- configuration
-
-
-@pytest.mark.parametrize(
-    ("keys", "paths", "key"),
-    [
-        ({}, ["stdlib"], "training.dataset"),
-        ({"dataset_path": "a/b"}, ["a/b"], "training.dataset_path"),
-        ({"sources": [{"path": "a"}, {"path": "stdlib"}]}, ["a", "stdlib"], "training.sources"),
-    ],
-)
-def test_the_sources_are_those_of_the_key_that_is_given(keys, paths, key):
-    config = Config.model_validate({"training": keys})
-    assert [source.path for source in sources_of(config, "training")] == paths
-    assert key_of(config, "training") == key
-
-
 # -------------------------------------------------------------------------------------------------------------- finding
 
 
@@ -103,16 +86,6 @@ def test_a_missing_file_of_a_pair_is_an_error(tmp_path, assets, suffix):
     for path in (tmp_path, tmp_path / "b"):
         with pytest.raises(UserError, match=f"{missing}: is missing"):
             _open(path, assets)
-
-
-def test_all_other_existing_files_are_text(tmp_path, monkeypatch):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    write_jsonl(folder / "a.jsonl")
-    (folder / "b.txt").write_text("text")
-    monkeypatch.chdir(folder)
-    for path in (str(folder), str(folder / "a.jsonl"), str(folder / "b.txt"), f"{folder}/*.txt", ".", "b.txt", "stdlib"):
-        assert find(path, _KEY) is None
 
 
 def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_path):
@@ -158,15 +131,14 @@ def test_chats_are_rendered_by_the_template_and_again_by_another(tmp_path, asset
     assert found == ["user:2 + 2?assistant:four", "again user:2 + 2?assistant:four"]
 
 
-@pytest.mark.parametrize("point", ["encode_all", "write_shards", "_count_inputs", "_hand_over"])
-def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch, point):
+def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl")
 
     def fail(*_arguments):
         raise RuntimeError("in the middle")
 
     with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
-        broken.setattr(prepare, point, fail)
+        broken.setattr(prepare, "write_shards", fail)
         _open(path, assets)
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ".unfinished"}
     assert _documents(_open(path, assets)) == _expected(loaded)
@@ -187,35 +159,26 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_to_set(tmp_
         _open(write_jsonl(tmp_path / "a.jsonl"), assets)
 
 
-def _open_slowly(path: Path, assets: Path, notes: Path, ready, answers) -> None:
-    make = cache.prepare
+def test_two_programs_at_once_make_tokens_once(tmp_path, assets, loaded, monkeypatch):
+    """Two threads, which open the lock file each for itself as two processes do."""
+    path, make, made, ready, answers = write_jsonl(tmp_path / "a.jsonl"), cache.prepare, [], threading.Barrier(2), []
 
     def slowly(*arguments, **options):
-        with open(notes, "a") as file:
-            file.write("made\n")
+        made.append(1)
         time.sleep(0.3)
         return make(*arguments, **options)
 
-    cache.prepare = slowly
-    ready.wait(timeout=PATIENCE)
-    source = _open(path, assets)
-    answers.put((source.fingerprint, _documents(source)))
+    def one() -> None:
+        ready.wait(timeout=PATIENCE)
+        answers.append(_documents(_open(path, assets)))
 
-
-def test_two_processes_at_once_make_tokens_once(tmp_path, assets, loaded):
-    context = multiprocessing.get_context("spawn")
-    ready, answers, notes = context.Barrier(2), context.Queue(), tmp_path / "notes"
-    arguments = write_jsonl(tmp_path / "a.jsonl"), assets, notes, ready, answers
-    both = [context.Process(target=_open_slowly, args=arguments) for _ in range(2)]
-    for process in both:
-        process.start()
-    first, second = answers.get(timeout=PATIENCE), answers.get(timeout=PATIENCE)
-    for process in both:
-        process.join(timeout=PATIENCE)
-    assert [process.exitcode for process in both] == [0, 0]
-    assert first == second
-    assert first[1] == _expected(loaded)
-    assert notes.read_text() == "made\n"
+    monkeypatch.setattr(cache, "prepare", slowly)
+    both = [threading.Thread(target=one) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(PATIENCE)
+    assert answers == [_expected(loaded)] * 2 and len(made) == 1
 
 
 # ---------------------------------------------------------------------------------------------------- made by `tokenize`

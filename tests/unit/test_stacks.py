@@ -45,11 +45,6 @@ def dump(folder: Path) -> str:
     return (folder / "stacks/rank-3.txt").read_text()
 
 
-def test_a_successful_run_leaves_no_stacks(tmp_path):
-    assert start(tmp_path, "pass").wait(PATIENCE) == 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_launcher_gets_the_stack_of_a_rank_that_is_stuck_in_a_library(tmp_path):
     process = start(tmp_path, "ctypes.CDLL(None).sleep(600) and ctypes.CDLL(None).sleep(600)")
     stacks.request(tmp_path, {3: process.pid}, "ended because rank 0 has failed")
@@ -60,7 +55,7 @@ def test_the_launcher_gets_the_stack_of_a_rank_that_is_stuck_in_a_library(tmp_pa
     assert any("in somewhere_in_the_model" in line for line in lines[1:])
 
 
-def test_a_crash_leaves_the_stack_and_the_next_start_adds_to_it(tmp_path):
+def test_a_crash_leaves_the_stack_and_a_successful_start_leaves_nothing_more(tmp_path):
     assert start(tmp_path, "os.abort()").wait(PATIENCE) == -signal.SIGABRT
     first = dump(tmp_path)
     assert first.startswith("Fatal Python error: Aborted") and "in somewhere_in_the_model" in first
@@ -72,23 +67,9 @@ def test_a_crash_leaves_the_stack_and_the_next_start_adds_to_it(tmp_path):
     ("text", "meaning"),
     [
         ("[.../unbound_buffer.cc:78] Timed out waiting 100000ms for recv operation", "waited 100 s for the other ranks"),
-        ("wait timeout after 300000ms, keys: /default_pg/0//cpu//0", "waited 300 s for the other ranks"),
         ("[.../pair.cc:547] Connection closed by peer [127.0.0.1]:17320", "lost the connection to another rank"),
-        ("[.../pair.cc:537] Read error: Connection reset by peer. GLHF!", "lost the connection to another rank"),
         ("socket has broken\nand more", "socket has broken"),
     ],
 )
 def test_an_error_of_a_collective_is_reported_with_its_meaning(text, meaning):
     assert stacks._echo(RuntimeError(text)) == meaning
-
-
-def test_empty_dumps_of_killed_ranks_are_removed_and_those_of_others_are_not(tmp_path):
-    folder = stacks.folder_of(tmp_path)
-    folder.mkdir()
-    for rank, text in enumerate(["", "a dump", "", ""]):
-        (folder / f"rank-{rank}.txt").write_text(text)
-    stacks.remove_empty([stacks.file_of(tmp_path, rank) for rank in (0, 1, 2)])
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.txt", "rank-3.txt"]
-    (folder / "rank-1.txt").unlink()
-    stacks.remove_empty([stacks.file_of(tmp_path, 3)])
-    assert not folder.exists()

@@ -37,13 +37,6 @@ def test_default_tokenizer_is_trained_once_on_the_default_data(default_files, mo
     assert (tokenizer_digest(second), second.end_of_text) == (tokenizer_digest(first), first.end_of_text)
 
 
-def test_a_damaged_default_tokenizer_in_the_cache_is_trained_again(default_files, tmp_path):
-    first = tokenizer_digest(open_tokenizer(""))
-    [kept] = (tmp_path / "cache").glob("tokenizer-*.json")
-    kept.write_bytes(kept.read_bytes()[:1000])
-    assert tokenizer_digest(open_tokenizer("")) == first
-
-
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
@@ -85,16 +78,6 @@ def test_the_end_of_text_token_is_recognized_in_a_prompt_but_not_in_documents(as
 
 
 # --------------------------------------------------------------------------------------------------- what is known of it
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({}, None), ({"bos_token": None}, None), ({"bos_token": "a"}, "a"), ({"bos_token": {"content": "b"}}, "b")],
-)
-def test_the_begin_of_text_is_the_bos_token_of_the_settings(assets, settings, expected):
-    (assets / "tokenizer_config.json").write_text(json.dumps(settings))
-    loaded = load_tokenizer(str(assets))
-    assert loaded.bos_token == (loaded.tokenizer.token_to_id(expected) if expected else None)
 
 
 def test_the_digest_distinguishes_tokenizers_but_not_their_files(assets, tmp_path):

@@ -124,10 +124,7 @@ def _ended(monkeypatch, capsys, *words: str) -> tuple[object, str]:
     ("words", "code"),
     [
         ("export-hf --checkpoint run --output out", 2),
-        ("export-torch --checkpoint run --output out", 2),
         ("replay run --step 3", 2),
-        ("checkpoint verify run", 0),
-        ("checkpoint list run", 0),
         ("checkpoint show run", 0),
     ],
 )
