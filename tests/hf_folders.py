@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from models import llama3
 from models.attention import SeqInfo
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.data.prepare.cache import train_tokenizer
@@ -75,12 +74,6 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def import_here(source: Path, output: Path, model: str) -> None:
     """import-hf by the ranks of a pool."""
     import_hf._import(torch.device("cpu"), source, output, output.with_name(".unfinished"), model)
-
-
-def describe(folder: Path, layers: int) -> None:
-    """A config.json of a Llama whose parameters are mostly in layers of 12.6 million each."""
-    config = llama3.Config(1024, layers, n_heads=8, n_kv_heads=8, head_dim=128, ffn_dim=2730, vocab_size=512)
-    (folder / "config.json").write_text(json.dumps(llama3.to_hf(config)))
 
 
 def read(folder: Path, name: str, flavor: str, exclude: list[str] | None = None) -> nn.Module:

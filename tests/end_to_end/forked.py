@@ -1,15 +1,19 @@
 """`titanlite COMMAND ...` in forks of a process that has imported PyTorch: what a user gets, without the seconds of a start.
 
-For tests of what a command does. run_train.sh and launcher.py test how it is started, and signals.
+For tests of what a command does. run_train.sh and launcher.py test how it is started, and signals. A command's own ranks are
+forks of the same process; test_ranks.py has those of a command that starts them itself.
 """
 
 import atexit
+import multiprocessing.forkserver
 import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from tests.distributed.pool import context
 from tests.end_to_end.launcher import free_port
@@ -34,11 +38,11 @@ RUN: dict[str, Any] = {
 
 
 def prepare(folder: Path, name: str = "", flavor: str = "large", more: str = "", **sections: dict[str, Any]) -> Path:
-    """Writes a run of a model on a text, with these keys in place of RUN's. more: TOML to append."""
+    """Writes a run of a model on a text, with these keys in place of RUN's; None: without this key. more: TOML to append."""
     (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
     given = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     model = {"model.name": name, "model.flavor": flavor} if name else {}
-    lines = [f"{key} = {toml_value(value)}\n" for key, value in (RUN | model | given).items()]
+    lines = [f"{key} = {toml_value(value)}\n" for key, value in (RUN | model | given).items() if value is not None]
     (folder / "run.toml").write_text("".join(lines) + more)
     return folder
 
@@ -62,7 +66,7 @@ class Command:
             environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
             environment |= {"CUDA_VISIBLE_DEVICES": "", **place, **variables}
             streams = [f"{self._output.name}/{name}-{rank}" for name in ("out", "err")]
-            arguments = ([str(word) for word in words], str(folder), environment, *streams)
+            arguments = ([str(word) for word in words], str(folder), environment, streams)
             self.processes.append(context().Process(target=_run, args=arguments))
             self.processes[-1].start()
 
@@ -106,17 +110,33 @@ def _ranks(count: int) -> list[dict[str, str]]:
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **same} for rank in range(count)]
 
 
-def _run(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
-    """In the fork: becomes the command."""
-    from titanlite import __main__ as program
+def _enter(folder: str, environment: dict[str, str], streams: list[str]) -> None:
+    """In a fork: works in a folder, with these variables, and writes to the files of standard output and error."""
     from titanlite.launch import children
 
     children.end_with_starter()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, path in ((1, out), (2, err)):
+    for descriptor, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+
+
+def _run(words: list[str], *place: Any) -> None:
+    """In the fork: becomes the command."""
+    import torch.multiprocessing
+
+    from titanlite import __main__ as program
+
+    _enter(*place)
+    start_processes = torch.multiprocessing.start_processes
+
+    def from_the_same_server(function: Callable[..., None], words: tuple, nprocs: int, start_method: str) -> None:
+        """In place of start_processes, whose server would import PyTorch again."""
+        with patch.object(multiprocessing.forkserver._forkserver, "ensure_running"):  # type: ignore[attr-defined]
+            start_processes(_rank, (function, words, place), nprocs=nprocs, start_method=start_method)
+
+    torch.multiprocessing.start_processes = from_the_same_server  # type: ignore[assignment]
     sys.argv = ["titanlite", *words]
     code: object = 1
     try:
@@ -134,3 +154,9 @@ def _run(words: list[str], folder: str, environment: dict[str, str], out: str, e
         if isinstance(code, str):
             os.write(2, f"{code}\n".encode())
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _rank(rank: int, function: Callable[..., None], words: tuple, place: tuple) -> None:
+    """In a fork of the command's ranks."""
+    _enter(*place)
+    function(rank, *words)

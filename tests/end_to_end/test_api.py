@@ -14,14 +14,16 @@ import titanlite
 from models.attention import SeqInfo
 from tests.end_to_end.launcher import MARK, ROOT, processes
 from tests.waiting import until
-from titanlite.config.read import read_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.inference.generate import Sampling
 
 NOTEBOOK = ROOT / "docs" / "tutorials" / "notebook.ipynb"
 TABLES = {
     "model": {"overrides": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}},
-    "training": {"dataset_path": "data.txt", "steps": 3, "seq_len": 32, "local_batch_size": 2, "global_batch_size": 4},
+    "training": {
+        "sources": [{"path": "data.txt", "weight": 2.0}],
+        **{"steps": 3, "seq_len": 32, "local_batch_size": 2, "global_batch_size": 4},
+    },
     "lr_scheduler": {"warmup_steps": 0, "total_steps": 5},
     "metrics": {"log_freq": 1},
 }
@@ -35,10 +37,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_from_tables_resumes_on_other_ranks_and_its_results_are_read(folder, capfd):
+def test_a_run_from_tables_resumes_on_other_ranks_with_a_file_and_its_results_are_read(folder, capfd):
     run = titanlite.run(TABLES, checkpoint={"enable": True}, job={"dump_folder": "out"})
     assert run.folder == Path("out") and "step 3/3" in capfd.readouterr().out
-    run = titanlite.run(TABLES, ranks=2, checkpoint={"enable": True}, job={"dump_folder": "out"}, training={"steps": 5})
+    (folder / "run.toml").write_text('job.dump_folder = "out"\ncheckpoint.enable = true\n')
+    run = titanlite.run("run.toml", ranks=2, **{**TABLES, "training": TABLES["training"] | {"steps": 5}})
+    (source,) = run.config().training.sources
+    assert (source.path, source.weight, run.config().model.overrides) == ("data.txt", 2.0, TABLES["model"]["overrides"])
     assert run.metrics()["step"] == [1, 2, 3, 4, 5]
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert run.metrics()["loss"] == [line["loss"] for line in lines]
@@ -64,19 +69,6 @@ def test_a_fault_is_an_exception_that_names_the_key_and_nothing_is_started(folde
     assert not (folder / "out").exists()
     with pytest.raises(ValueError, match="out: no such folder"):
         titanlite.Run("out")
-
-
-def test_values_reach_the_run_as_options_do(folder, monkeypatch):
-    given = []
-    monkeypatch.setattr("titanlite.api._follow", lambda command, _: given.append(command[-6:]))
-    (folder / "run.toml").write_text('[job]\ndump_folder = "out"\n')
-    sources = [{"path": "data.txt", "weight": 2.0}]
-    training = {"sources": sources, "dataset_path": None, "seq_len": 64}
-    with pytest.raises(ValueError, match="out: no such folder"):  # nothing has made it
-        titanlite.run("run.toml", training=training, checkpoint={"enable": True}, model={"overrides": {"dim": 64}})
-    config = read_config("run.toml", [word for word in given[0] if word.startswith("--")])
-    assert [(source.path, source.weight) for source in config.training.sources] == [("data.txt", 2.0)]
-    assert (config.training.seq_len, config.checkpoint.enable, config.model.overrides) == (64, True, {"dim": 64})
 
 
 def test_an_interrupt_ends_all_ranks(folder, monkeypatch):

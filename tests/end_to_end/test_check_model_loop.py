@@ -20,14 +20,13 @@ def on_rank(**words: Any) -> Runs:
     return whole_runs.run_loops(torch.device("cpu"), **words)
 
 
-def runs_of(pools: dict[int, Pool], name: str, folder: Path, flavor: str = "plain") -> Runs:
-    words = {"model": Model(name=name, flavor=flavor), "degrees": {"dp_shard": 2}, "folder": folder}
+def runs_of(pools: dict[int, Pool], name: str, folder: Path) -> Runs:
+    words = {"model": Model(name=name, flavor="plain"), "degrees": {"dp_shard": 2}, "folder": folder}
     return pools[2].run(f"{HERE}:on_rank", **words)[0]
 
 
-@pytest.mark.parametrize("name, flavor", [("tests.tiny", "tied"), ("tests.tiny_dropout", "plain")])
-def test_a_right_model_has_three_equal_runs_and_random_numbers_of_its_own_on_each_rank(pools, tmp_path, name, flavor):
-    runs = runs_of(pools, name, tmp_path, flavor)
+def test_a_right_model_has_three_equal_runs_and_random_numbers_of_its_own_on_each_rank(pools, tmp_path):
+    runs = runs_of(pools, "tests.tiny_dropout", tmp_path)
     assert run_faults(runs) == random_faults(runs) == []
     assert sorted(runs.plain.reports) == sorted(runs.full.reports) == list(range(1, STEPS + 1))
     assert all("validation_loss" in report for report in runs.full.reports.values())

@@ -4,52 +4,28 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.end_to_end import forked
-from tests.end_to_end.forked import Done, titanlite
-from tests.end_to_end.launcher import Ended, finish, launch
+from tests.end_to_end.forked import Done, prepare, titanlite
+from tests.end_to_end.test_run_train import reports
 from titanlite.data.prepare.cache import train_tokenizer
 
-RUN = """
-[job]
-dump_folder = "out"
-[model]
-name = "tests.tiny"
-flavor = "large"
-hf_assets_path = "assets"
-[training]
-seq_len = 32
-steps = 6
-local_batch_size = 2
-global_batch_size = 4
-mixed_precision_param = "float32"
-document_policy = "best_fit"
-document_mask = true
-[[training.sources]]
-path = "tokens"
-weight = 3.0
-[[training.sources]]
-path = "chats.jsonl"
-weight = 1.0
-[validation]
-enable = true
-freq = 3
-steps = 1
-[[validation.sources]]
-path = "tokens"
-[[validation.sources]]
-path = "held.txt"
-name = "held out"
-[lr_scheduler]
-warmup_steps = 0
-[checkpoint]
-enable = true
-interval = 3
-[metrics]
-log_freq = 1
-"""
+RUN: dict[str, dict[str, Any]] = {
+    "model": {"hf_assets_path": "assets"},
+    "training": {
+        **{"dataset": None, "steps": 6, "local_batch_size": 2, "global_batch_size": 4},
+        **{"document_policy": "best_fit", "document_mask": True},
+        "sources": [{"path": "tokens", "weight": 3.0}, {"path": "chats.jsonl", "weight": 1.0}],
+    },
+    "validation": {
+        **{"enable": True, "freq": 3, "steps": 1},
+        "sources": [{"path": "tokens"}, {"path": "held.txt", "name": "held out"}],
+    },
+    "checkpoint": {"enable": True, "interval": 3},
+}
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} {{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -72,7 +48,7 @@ def folder(tmp_path_factory) -> Path:
     train_tokenizer(texts).save(str(folder / "assets" / "tokenizer.json"))
     settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
     (folder / "assets" / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "run.toml").write_text(RUN)
+    prepare(folder, "tests.tiny", **RUN)
     words = ["--input", "raw.jsonl", "--output", "tokens", "--tokenizer", "assets", "--append-eos"]
     assert titanlite("tokenize", *words, folder=folder).code == 0
     return folder
@@ -80,14 +56,6 @@ def folder(tmp_path_factory) -> Path:
 
 def train(folder: Path, out: str, *options: str, ranks: int = 1) -> Done:
     return forked.train("run.toml", "--job.dump_folder", out, *options, folder=folder, ranks=ranks)
-
-
-def run(folder: Path, out: str, *options: str, **variables: str) -> Ended:
-    return finish(launch("run.toml", "--job.dump_folder", out, *options, folder=folder, **variables))
-
-
-def reports(folder: Path, out: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -98,43 +66,29 @@ def finished(folder) -> Path:
 
 
 def test_two_sources_one_of_chats_train_and_two_more_are_validated(finished):
-    found = reports(finished, "one")
+    found = reports(finished / "one")
     assert [report["step"] for report in found] == list(range(1, 7))
     measured = {key for report in found for key in report if key.startswith("validation_loss")}
     assert measured == {"validation_loss", "validation_loss/tokens", "validation_loss/held out"}
 
 
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_ranks_with_workers_see_the_same_losses_and_leave_no_process(finished, launched):
-    shutil.rmtree(finished / "two", ignore_errors=True)
-    if launched:
-        ended = run(finished, "two", "--dataloader.workers", "2", NGPU="2")
-        assert ended.left == []
-    else:
-        ended = train(finished, "two", "--dataloader.workers", "2", ranks=2)
+def test_two_ranks_with_workers_see_the_same_losses(finished):
+    ended = train(finished, "two", "--dataloader.workers", "2", ranks=2)
     assert ended.code == 0, ended.err
     assert "Warning" not in ended.err and "Traceback" not in ended.err
-    for found, expected in zip(reports(finished, "two"), reports(finished, "one"), strict=True):
+    for found, expected in zip(reports(finished / "two"), reports(finished / "one"), strict=True):
         for key in ("loss", "grad_norm", "validation_loss/tokens", "validation_loss/held out"):
             assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None)
 
 
-def test_data_changed_since_a_checkpoint_is_refused_with_the_change_unless_allowed(finished):
-    """The text of a source is edited; the run is resumed."""
-    shutil.copytree(finished / "one", finished / "changed")
-    chats = finished / "chats.jsonl"
-    before = chats.read_text()
-    chats.write_text("".join(before.splitlines(keepends=True)[:-1]))
-    try:
-        more = ["--training.steps", "8", "--lr_scheduler.total_steps", "6", "--lr_scheduler.min_lr_factor", "0.1"]
-        more += ["--checkpoint.allow_changes"]
-        ended = train(finished, "changed", *more, "lr_scheduler.*")
-        assert ended.code == 2
-        (line,) = (line for line in ended.err.splitlines() if " data = " in line)
-        assert re.search(r"'chats.jsonl: .*in 59 documents.*was 'chats.jsonl: .*in 60 documents", line), line
-        assert "tokens:" not in line
-        ended = train(finished, "changed", *more, "lr_scheduler.*,data")
-        assert ended.code == 0, ended.err
-        assert [report["step"] for report in reports(finished, "changed")] == list(range(1, 9))
-    finally:
-        chats.write_text(before)
+def test_data_changed_since_a_checkpoint_is_refused_with_the_change(finished):
+    """The text of a source is edited; the run is resumed. tests/unit/test_resume.py allows it."""
+    shutil.copytree(finished, changed := finished.with_name("changed"))
+    chats = (changed / "chats.jsonl").read_text().splitlines(keepends=True)
+    (changed / "chats.jsonl").write_text("".join(chats[:-1]))
+    more = ["--training.steps", "8", "--lr_scheduler.total_steps", "6", "--lr_scheduler.min_lr_factor", "0.1"]
+    ended = train(changed, "one", *more, "--checkpoint.allow_changes", "lr_scheduler.*")
+    assert ended.code == 2
+    (line,) = (line for line in ended.err.splitlines() if " data = " in line)
+    assert re.search(r"'chats.jsonl: .*in 59 documents.*was 'chats.jsonl: .*in 60 documents", line), line
+    assert "tokens:" not in line

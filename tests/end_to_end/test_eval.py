@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.forked import Done, prepare, titanlite, train
+from tests.end_to_end.forked import prepare, titanlite, train
+from tests.repetitions import slow_but
 
 # Contexts and answers of unequal lengths, an empty context, and one longer than the model's maximum length.
 QUESTIONS = [
@@ -39,17 +40,6 @@ TASKS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A run, its export, and the tasks."""
-    folder = tmp_path_factory.mktemp("eval")
-    prepare(folder, "tests.tiny_qwen3", checkpoint={"enable": True, "interval": 10, "last_save_in_hf": True})
-    ended = train("run.toml", folder=folder)
-    assert ended.code == 0, ended.err
-    write_tasks(folder)
-    return folder
-
-
 def write_tasks(folder: Path) -> None:
     """The tasks, in `tasks`, and their text."""
     (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
@@ -57,11 +47,6 @@ def write_tasks(folder: Path) -> None:
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "questions.jsonl")}}}
     for name, task in TASKS.items():
         (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **data, "test_split": "test", **task}))
-
-
-def evaluate(folder: Path, *words: str) -> Done:
-    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    return titanlite("eval", *words, "--model", "tests.tiny_qwen3", folder=folder, **variables)
 
 
 def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
@@ -99,27 +84,23 @@ def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
     return answers, texts, written
 
 
-def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export(folder):
-    ended = evaluate(
-        folder, "--checkpoint", "out", "--tasks", "choice,rolling,written", "--include-path", "tasks", "--output", "found.json",
-        "--batch-size", "3",
-    )  # fmt: skip
+@pytest.mark.parametrize("ranks", slow_but(["1"], ["1", "2"]))
+def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export(tmp_path, ranks):
+    prepare(tmp_path, "tests.tiny_qwen3", checkpoint={"enable": True, "interval": 10, "last_save_in_hf": True})
+    ended = train("run.toml", folder=tmp_path)
+    assert ended.code == 0, ended.err
+    write_tasks(tmp_path)
+    words = ["--checkpoint", "out", "--tasks", "choice,rolling,written", "--include-path", "tasks", "--output", "found.json"]
+    words += ["--batch-size", "3", "--tp", ranks, "--model", "tests.tiny_qwen3"]
+    ended = titanlite("eval", *words, folder=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "cache"))
     assert ended.code == 0, ended.err
     assert "|choice" in ended.out and "|written" in ended.out
     assert re.search(r"\|\s*Tasks\s*\|\s*Version\s*\|", ended.out), ended.out
-    found = json.loads((folder / "found.json").read_text())["samples"]
-    answers, texts, written = expected(folder / EXPORT)
+    found = json.loads((tmp_path / "found.json").read_text())["samples"]
+    answers, texts, written = expected(tmp_path / EXPORT)
     for sample, wanted in zip(found["choice"], answers, strict=True):
         assert [value for value, _ in sample["filtered_resps"]] == pytest.approx(wanted, abs=1e-3)
     for sample, wanted in zip(found["rolling"], texts, strict=True):
         assert sample["filtered_resps"][0] == pytest.approx(wanted, abs=1e-3)
     assert [sample["filtered_resps"][0] for sample in found["written"]] == written
     assert any(written)
-
-
-@pytest.mark.slow
-def test_two_ranks_give_the_same_results(folder):
-    words = ["--checkpoint", "out", "--tasks", "choice", "--include-path", "tasks", "--limit", "2"]
-    alone, split = evaluate(folder, *words), evaluate(folder, *words, "--tp", "2")
-    assert alone.code == split.code == 0, split.err
-    assert alone.out == split.out

@@ -1,7 +1,6 @@
 """Text from checkpoints: every family generates the text of transformers, on any mesh, by the command and during training."""
 
 import importlib
-import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.attention import Cache
 from tests.end_to_end.forked import Done, prepare, titanlite, train
 from tests.end_to_end.test_oracle import MODELS, both_models, give
-from tests.repetitions import slow_but
 from titanlite.inference.generate import Sampling, generate
 
 PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
@@ -54,10 +52,15 @@ def test_greedy_text_equals_transformers_beyond_the_window_and_the_first_growth_
     assert all(len(set(new)) > 3 for new in found), "a text that repeats itself compares little"
 
 
+GREEDY = ("--max-new-tokens", "40", "--temperature", "0")
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
+    """The folder of a run with dimensions of its own."""
     folder = tmp_path_factory.mktemp("trained")
-    prepare(folder, "tests.tiny_gemma3", training={"steps": 30}, checkpoint={"enable": True, "interval": 15})
+    dimensions = {"overrides": {"window": 5, "ffn_dim": 80, "n_layers": 3}}
+    prepare(folder, "tests.tiny_gemma3", model=dimensions, checkpoint={"enable": True, "interval": 10})
     ended = train("run.toml", folder=folder)
     assert ended.code == 0, ended.err
     return folder
@@ -67,61 +70,45 @@ def command(folder: Path, *words: str, name: str = "generate") -> Done:
     return titanlite(name, *words, "--model", "tests.tiny_gemma3", folder=folder)
 
 
-def test_the_command_continues_several_prompts_with_the_same_text_on_two_ranks(trained):
-    words = [
-        "--checkpoint",
-        "out",
-        "--prompt",
-        "one two three",
-        "--prompt",
-        "six",
-        "--max-new-tokens",
-        "8",
-        "--temperature",
-        "0",
-    ]
-    alone = command(trained, *words)
-    assert alone.code == 0, alone.err
-    assert re.fullmatch(r"one two three(.+)\n\nsix(.+)\n\n", alone.out, re.DOTALL), alone.out
-    assert command(trained, *words, "--tp", "2").out == alone.out
-    earlier = command(trained, "--checkpoint", "out/checkpoint/step-00000015", *words[2:])
-    assert earlier.code == 0 and earlier.out != alone.out
+def exported(folder: Path, source: str) -> tuple[nn.Module, dict[str, str]]:
+    """transformers' model of the export of a run, and its text from some prompts."""
+    ended = command(folder, "--checkpoint", source, "--output", "export", name="export-hf")
+    assert ended.code == 0, ended.err
+    model, tokenizer = (kind.from_pretrained(folder / "export") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    texts = {}
+    for prompt in ("two four six", "one"):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        texts[prompt] = tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0])
+    return model, texts
 
 
-@pytest.mark.parametrize("kind", slow_but(["weights"], ["weights", "adapters", "overrides"]))
-def test_the_export_generates_the_same_text_in_transformers(trained, tmp_path, kind):
-    source, adapters = trained / "out", kind == "adapters"
-    if kind != "weights":
-        shutil.copy(trained / "data.txt", tmp_path)
-        shutil.copy(trained / "run.toml", tmp_path)
-        base = trained / "out" / "checkpoint" / "step-00000015"
-        adapted = ["--lora.enable", "true", "--lora.rank", "4", "--checkpoint.initial_load_path", str(base)]
-        options = adapted if adapters else ["--model.overrides", "{ window = 5, ffn_dim = 80, n_layers = 3 }"]
-        ended = train("run.toml", *options, folder=tmp_path)
-        assert ended.code == 0, ended.err
-        source = tmp_path / "out"
-    exported = command(tmp_path, "--checkpoint", str(source), "--output", "export", name="export-hf")
-    assert exported.code == 0, exported.err
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    if kind == "overrides":
-        assert (model.config.num_hidden_layers, model.config.sliding_window, model.config.intermediate_size) == (3, 5, 80)
-        refused = train("run.toml", "--model.overrides", "{ window = 5, ffn_dim = 80 }", folder=tmp_path)
-        assert refused.code == 2 and "n_layers = " in refused.err and "another architecture" in refused.err
-        resumed = train("run.toml", *options, folder=tmp_path)
-        assert resumed.code == 0 and "nothing to do" in resumed.err
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
-    prompt = "two four six"
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    expected = tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0])
-    words = ["--checkpoint", str(source), "--prompt", prompt, "--max-new-tokens", "40", "--temperature", "0"]
-    assert command(tmp_path, *words, "--dtype", "float32").out == expected + "\n"
-    if not adapters:  # the folder itself, in its own dtype
-        assert command(tmp_path, "export", *words[2:]).out == expected + "\n"
+def test_a_run_with_other_dimensions_generates_the_text_of_transformers_on_two_ranks_and_from_its_export(trained, tmp_path):
+    model, texts = exported(tmp_path, str(trained / "out"))
+    assert (model.config.num_hidden_layers, model.config.sliding_window, model.config.intermediate_size) == (3, 5, 80)
+    prompts = [word for prompt in texts for word in ("--prompt", prompt)]
+    split = command(tmp_path, "--checkpoint", str(trained / "out"), *prompts, *GREEDY, "--dtype", "float32", "--tp", "2")
+    assert split.code == 0, split.err
+    assert split.out == "".join(f"{text}\n\n" for text in texts.values())
+    (first, *_) = texts
+    assert command(tmp_path, "--checkpoint", "export", "--prompt", first, *GREEDY).out == f"{texts[first]}\n"
 
 
-def test_a_damaged_checkpoint_is_refused_and_so_is_one_of_another_model(trained, tmp_path):
-    copy = tmp_path / "step-00000030"
-    shutil.copytree(trained / "out" / "checkpoint" / "step-00000030", copy)
+@pytest.mark.slow  # the test above without adapters
+def test_a_run_of_adapters_generates_the_text_of_transformers(trained, tmp_path):
+    shutil.copy(trained / "data.txt", tmp_path)
+    shutil.copy(trained / "run.toml", tmp_path)
+    base = trained / "out/checkpoint/step-00000010"
+    adapters = ["--lora.enable", "true", "--lora.rank", "4", "--checkpoint.initial_load_path", str(base)]
+    ended = train("run.toml", *adapters, folder=tmp_path)
+    assert ended.code == 0, ended.err
+    _, texts = exported(tmp_path, "out")
+    for prompt, text in texts.items():
+        assert command(tmp_path, "--checkpoint", "out", "--prompt", prompt, *GREEDY, "--dtype", "float32").out == f"{text}\n"
+
+
+def test_a_damaged_checkpoint_is_refused(trained, tmp_path):
+    copy = tmp_path / "step-00000010"
+    shutil.copytree(trained / "out/checkpoint/step-00000010", copy)
     data = copy / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     ended = command(trained, "--checkpoint", str(copy), "--prompt", "a")

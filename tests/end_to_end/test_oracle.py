@@ -53,33 +53,24 @@ def random_tokens() -> Tensor:
 
 
 @every_model
-def test_logits_equal_those_of_transformers(name, flavor):
-    ours, theirs = both_models(name, flavor)
-    tokens = random_tokens()
-    found = ours.head(ours(tokens, SeqInfo(torch.arange(64).expand(2, 64))))
-    expected = theirs(tokens).logits
-    assert expected.std() > 0.1
-    difference = ((found - expected).abs().max() / expected.abs().max()).item()
-    print(f"{name} {flavor}: logits differ by {difference:.1e}")
-    assert difference < 1e-5
-
-
-@every_model
-def test_gradients_equal_those_of_transformers(name, flavor):
+def test_logits_and_gradients_equal_those_of_transformers(name, flavor):
     ours, theirs = both_models(name, flavor)
     module = importlib.import_module(name)
     tokens = random_tokens()
     labels = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1)
-    loss = ours.head(ours(tokens, SeqInfo(torch.arange(64).expand(2, 64))), labels) / 126
+    hidden = ours(tokens, SeqInfo(torch.arange(64).expand(2, 64)))
+    found, expected = ours.head(hidden), theirs(tokens, labels=tokens)
+    assert expected.logits.std() > 0.1
+    difference = ((found - expected.logits).abs().max() / expected.logits.abs().max()).item()
+    loss = ours.head(hidden, labels) / 126
+    assert difference < 1e-5 and abs(loss.item() / expected.loss.item() - 1) < 1e-6
     loss.backward()
-    expected = theirs(tokens, labels=tokens).loss
-    expected.backward()
-    assert abs(loss.item() / expected.item() - 1) < 1e-6
+    expected.loss.backward()
     for parameter in theirs.parameters():
         parameter.data = parameter.grad  # the gradients, by the names of weights in files
     gradients = tensors_of_files(theirs)
     differences = {key: relative_difference(p.grad, of_files(module, key, p, gradients)) for key, p in ours.named_parameters()}
-    print(f"{name} {flavor}: gradients differ by {max(differences.values()):.1e}")
+    print(f"{name} {flavor}: logits differ by {difference:.1e}, gradients by {max(differences.values()):.1e}")
     assert max(differences.values()) < 1e-5, differences
 
 

@@ -20,12 +20,6 @@ from titanlite.launch.local_ranks import on_ranks
 HERE = "tests.end_to_end.test_ranks"
 
 
-def summed(device: torch.device, start: int) -> int:
-    number = torch.tensor(start + dist.get_rank())
-    dist.all_reduce(number)
-    return number.item()
-
-
 def refused(device: torch.device) -> None:
     if dist.get_rank() == 1:
         raise UserError("rank 1 has met it")
@@ -50,12 +44,8 @@ def waiting(device: torch.device, folder: Path) -> None:
     time.sleep(600)
 
 
-def test_all_ranks_run_and_the_result_of_the_first_is_returned():
-    assert on_ranks(2, summed, 10, use_gpus=False) == 21
-
-
 def test_a_user_error_in_any_rank_is_raised_as_one():
-    with pytest.raises(UserError, match="rank 1 has met it"):
+    with pytest.raises(UserError, match=r"^rank 1 has met it$"):
         on_ranks(2, refused, use_gpus=False)
 
 
@@ -79,14 +69,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
-def test_no_rank_outlives_the_command(tmp_path, sign):
-    stop = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"  # as titanlite.__main__ has it
-    program = f"from {HERE} import *; {stop}; on_ranks(2, waiting, Path({str(tmp_path)!r}), use_gpus=False)"
+def test_no_rank_outlives_the_command(tmp_path):
+    program = f"from {HERE} import *; on_ranks(2, waiting, Path({str(tmp_path)!r}), use_gpus=False)"
     main = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
     until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, lambda: main.poll() is None)
     ranks = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert all(map(_alive, ranks))
-    main.send_signal(sign)
+    main.kill()
     main.wait(PATIENCE)
     until(lambda: not any(map(_alive, ranks)))

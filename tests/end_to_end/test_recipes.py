@@ -135,7 +135,7 @@ def test_predicted_activations_are_those_that_a_block_saves():
 
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler on a CPU")
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective"])
 def test_predicted_activations_of_compiled_blocks_are_those_that_inductor_saves(mode):
     """Inductor's code allocates outside of PyTorch's dispatcher, so only its saved tensors can be measured."""
     config = tiny(compile={"enable": True, "components": ["model"]}, activation_checkpoint={"mode": mode})
@@ -155,20 +155,6 @@ def test_predicted_activations_of_compiled_blocks_are_those_that_inductor_saves(
     kept = sum(size for place, size in saved.items() if place not in of_model)
     once = tokens.nbytes + 2 * (2 * 512 * shape.head_dim * 4)  # for the embedding's gradient; cosines and sines
     assert hidden.requires_grad and predict(config, 1, "cpu").during("loss").activations == pytest.approx(kept - once, rel=0.01)
-
-
-def test_gpu_operations_keep_less_than_cpu_operations_and_compiled_ones_less_still():
-    """On a GPU, attention and norm are one operation each, which keep their inputs and one value per row."""
-    compiled = tiny(compile={"enable": True, "components": ["model"]})
-    of_cpu, of_gpu, of_compiler = (
-        predict(config, 1, device).during("loss").activations
-        for config, device in ((tiny(), "cpu"), (tiny(), "cuda"), (compiled, "cuda"))
-    )
-    shape = FLAVORS["plain"]
-    rows = 2 * 512 * shape.n_layers
-    # on a CPU the norm keeps two more float32 results than on a GPU, which keeps one value per row
-    assert of_cpu - of_gpu == pytest.approx(rows * 2 * 4 * shape.dim, rel=1e-3)
-    assert of_compiler < of_gpu
 
 
 @pytest.mark.parametrize(("gib", "code", "verdict"), [(80, 0, "fits"), (3, 1, "does not fit")])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, free_port, launch
+from tests.end_to_end.launcher import ROOT, Launch, finish, free_port, launch
 from tests.end_to_end.test_run_train import SLOWLY, reports, when_training, working_folder
 from tests.waiting import until
 
@@ -211,10 +211,3 @@ def test_a_run_on_two_nodes_is_preempted_requeued_and_finished(tmp_path):
     assert job.requests() == [f"requeue {job.number}"]
     assert [line["step"] for line in reports(tmp_path / "out")] == list(range(1, reached + 4))
     assert "dp_shard 2" in resumed.err
-
-
-def test_a_fault_of_the_configuration_ends_the_job_with_its_code(tmp_path):
-    job = job_in(working_folder(tmp_path))
-    ended: Ended = finish(job.start("run.toml", "--training.stepz", "3", NGPU="1"), PATIENCE)
-    assert (ended.code, ended.left, job.requests()) == (2, [], []), ended.err
-    assert "stepz" in ended.err

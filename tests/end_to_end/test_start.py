@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer, models
 
 from tests.waiting import PATIENCE
@@ -13,54 +12,53 @@ from tests.waiting import PATIENCE
 RECIPE = "train_configs/llama_debug.toml"
 HEAVY = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "tensorboard", "transformers")
 
-# Runs a command as `python -m titanlite` does, and prints which modules it has imported.
+# Runs commands as `python -m titanlite` does, and prints the exit code of each, and which of some modules there are after it.
 RUN = """
-import atexit, sys
+import sys
 from titanlite.__main__ import main
-atexit.register(lambda: print("imported", *sorted(set({modules}) & set(sys.modules)), file=sys.stderr))
-main()
+for words in {commands}:
+    sys.argv = ["titanlite", *words]
+    code = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    print("outcome", code, *sorted(set({modules}) & set(sys.modules)), file=sys.stderr)
 """
 
 
-def imported(*words: str, folder: Path, modules: tuple[str, ...]) -> tuple[int, list[str]]:
-    """(exit code, those of some modules that a command has imported)."""
-    script = RUN.format(modules=modules)
+def outcomes(*commands: list[str], folder: Path, modules: tuple[str, ...]) -> list[str]:
+    """The exit code of each of some commands of one process, and those of some modules that are imported after it."""
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "TITANLITE_CACHE": str(folder / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", script, *words], cwd=root, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-c", RUN.format(commands=commands, modules=modules)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
-    label, *names = done.stderr.splitlines()[-1].split()
-    assert label == "imported", done.stderr
-    return done.returncode, names
+    return [line.removeprefix("outcome ") for line in done.stderr.splitlines() if line.startswith("outcome ")]
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["--help"], 0),
-        (["launsh"], 2),
-        (["check", "--help"], 0),
-        (["check", RECIPE, "--help"], 0),
-        (["check", RECIPE, "--training.step", "3"], 2),
-        (["launch", RECIPE, "--training.step", "3"], 2),
-        (["launch", RECIPE, "--help"], 0),
-        (["tokenize", "--help"], 0),
-        (["convert-config", RECIPE], 0),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_help_and_misspelled_options_are_answered_without_torch(tmp_path, words, code):
-    assert imported(*words, folder=tmp_path, modules=("torch",)) == (code, [])
-
-
-def test_text_is_tokenized_without_torch(tmp_path):
+def test_help_and_misspelled_options_are_answered_and_text_is_tokenized_without_torch(tmp_path):
     (tmp_path / "data.txt").write_text("Some words to read. " * 50)
     Tokenizer(models.WordLevel({"</s>": 0}, unk_token="</s>")).save(str(tmp_path / "tokenizer.json"))
-    words = ["--input", tmp_path / "data.txt", "--output", tmp_path / "tokens", "--tokenizer", tmp_path, "--workers", 1]
-    assert imported("tokenize", *map(str, words), folder=tmp_path, modules=("torch",)) == (0, [])
+    paths = {"--input": tmp_path / "data.txt", "--output": tmp_path / "tokens", "--tokenizer": tmp_path}
+    expected = [
+        (["--help"], "0"),
+        (["launsh"], "2"),
+        (["check", RECIPE, "--help"], "0"),
+        (["check", RECIPE, "--training.step", "3"], "2"),
+        (["launch", RECIPE, "--training.step", "3"], "2"),
+        (["launch", RECIPE, "--help"], "0"),
+        (["tokenize", "--help"], "0"),
+        (["convert-config", RECIPE], "0"),
+        (["tokenize", "--workers", "1", *(str(word) for pair in paths.items() for word in pair)], "0"),
+    ]
+    assert outcomes(*(words for words, _ in expected), folder=tmp_path, modules=("torch",)) == [code for _, code in expected]
 
 
 def test_check_imports_nothing_that_only_a_run_needs(tmp_path):
-    words = ("check", RECIPE, "--job.dump_folder", str(tmp_path))
-    assert imported(*words, folder=tmp_path, modules=HEAVY) == (0, [])
+    assert outcomes(["check", RECIPE, "--job.dump_folder", str(tmp_path)], folder=tmp_path, modules=HEAVY) == ["0"]

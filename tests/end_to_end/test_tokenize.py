@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launcher import Ended, Launch, finish, launch
+from tests.end_to_end.forked import Done, titanlite
+from tests.end_to_end.launcher import Launch, finish, launch
+from tests.repetitions import slow_but
 from tests.waiting import until
 from titanlite.data.indexed import TokenFile
 from titanlite.data.prepare.cache import train_tokenizer
@@ -29,19 +31,18 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
-def _tokenize(text: Path, output: Path, *options: str, data: str = "a.jsonl") -> Launch:
-    usual = {"--input": str(text / data), "--output": str(output), "--tokenizer": str(text / "assets")}
-    words = [word for name, value in usual.items() if name not in options for word in (name, value)]
-    command = ["-m", "titanlite", "tokenize", *words, *options]
-    return launch(*command, folder=output.parent, script=Path(sys.executable))
+def _words(text: Path, data: str, *options: str) -> list[str]:
+    paths = ["--input", str(text / data), "--output", "out", "--tokenizer", str(text / "assets")]
+    return ["tokenize", *paths, *options]
 
 
-def _run(text: Path, output: Path, *options: str, data: str = "a.jsonl") -> Ended:
-    return finish(_tokenize(text, output, *options, data=data))
+def _start(text: Path, folder: Path, workers: str = "2") -> Launch:
+    words = _words(text, "a.jsonl", "--workers", workers)
+    return launch("-m", "titanlite", *words, folder=folder, script=Path(sys.executable))
 
 
-def _files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+def _run(text: Path, folder: Path, *options: str, data: str = "a.jsonl") -> Done:
+    return titanlite(*_words(text, data, *options), folder=folder)
 
 
 def _workers(started: Launch) -> list[int]:
@@ -65,7 +66,7 @@ def _units(output: Path) -> list[Path]:
 
 
 def test_the_command_prints_counts_and_the_line_for_the_configuration(text, tmp_path):
-    ended = _run(text, tmp_path / "out", "--append-eos", "--shard-tokens", "1e3", data="few.jsonl")
+    ended = _run(text, tmp_path, "--append-eos", "--shard-tokens", "1e3", data="few.jsonl")
     assert ended.code == 0, ended.err
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["documents"] == 5 and len(manifest["shards"]) == 2
@@ -75,80 +76,63 @@ def test_the_command_prints_counts_and_the_line_for_the_configuration(text, tmp_
     assert sum(TokenFile(tmp_path / "out" / shard["name"]).tokens for shard in manifest["shards"]) == manifest["tokens"]
 
 
-def test_the_first_ten_skipped_entries_are_printed_and_all_are_listed(text, tmp_path):
+def test_a_fault_is_one_message_with_the_option_that_skips_it_and_then_the_first_ten_are_printed_and_all_listed(text, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "sound"}\n' + "{\n" * 15)
-    ended = _run(text, tmp_path / "out", "--on-error", "skip", data=str(tmp_path / "bad.jsonl"))
+    ended = _run(text, tmp_path, data=str(tmp_path / "bad.jsonl"))
+    assert (ended.code, ended.out) == (2, "")
+    assert re.fullmatch(r".*bad\.jsonl, line 2: .*\n--on-error skip .*\n", ended.err)
+    assert not (tmp_path / "out").exists()
+    ended = _run(text, tmp_path, "--on-error", "skip", data=str(tmp_path / "bad.jsonl"))
     assert ended.code == 0, ended.err
     assert "15 skipped" in ended.out
-    printed = re.findall(r"bad\.jsonl, line (\d+): not JSON", ended.out)
-    assert printed == [str(number) for number in range(2, 12)]
+    assert re.findall(r"bad\.jsonl, line (\d+): not JSON", ended.out) == [str(number) for number in range(2, 12)]
     assert len((tmp_path / "out" / "skipped.jsonl").read_text().splitlines()) == 15
-
-
-def test_a_fault_is_one_message_with_file_line_and_the_option_that_skips_it(text, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"text": "sound"}\n{"body": 1}\n')
-    ended = _run(text, tmp_path / "out", data=str(tmp_path / "bad.jsonl"))
-    assert (ended.code, ended.out) == (2, "")
-    assert re.fullmatch(r'.*bad\.jsonl, line 2: must have .*; has "body"\n--on-error skip .*\n', ended.err)
-    assert not (tmp_path / "out").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- killed
 
 
-def test_killed_after_its_first_unit_it_does_not_do_that_again_and_gives_the_same_files(text, tmp_path):
-    process = _tokenize(text, tmp_path / "out", "--workers", "2")
+def test_killed_after_its_first_unit_it_does_not_do_that_again(text, tmp_path):
+    """tests/unit/test_prepare.py compares the files."""
+    process = _start(text, tmp_path)
     until(lambda: _units(tmp_path / "out"))
     os.killpg(process.process.pid, signal.SIGKILL)
     finish(process)
-    times = {path: path.stat().st_mtime_ns for path in _units(tmp_path / "out")}
-    assert times
-    ended = _run(text, tmp_path / "out", "--workers", "1")
+    finished = len(_units(tmp_path / "out"))
+    ended = _run(text, tmp_path, "--workers", "1")
     assert ended.code == 0, ended.err
-    assert re.search(r"; (\d+) of \d+ units were finished before", ended.err)[1] == str(len(times))
-    assert _run(text, tmp_path / "whole", "--workers", "2").code == 0
-    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
+    assert re.search(r"; (\d+) of \d+ units were finished before", ended.err)[1] == str(finished)
 
 
 @pytest.mark.slow
 def test_no_worker_outlives_a_command_that_was_killed(text, tmp_path):
-    process = _tokenize(text, tmp_path / "out", "--workers", "2")
+    process = _start(text, tmp_path)
     until(lambda: len(_workers(process)) == 2)
     process.process.kill()
-    ended = finish(process)
-    assert ended.left == []
+    assert finish(process).left == []
 
 
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_command_which_says_how_to_continue(text, tmp_path):
-    process = _tokenize(text, tmp_path / "out", "--workers", "2")
+    process = _start(text, tmp_path)
     until(lambda: len(_workers(process)) == 2)
     os.kill(_workers(process)[0], signal.SIGKILL)
     ended = finish(process)
-    assert ended.code == 2
+    assert (ended.code, ended.left) == (2, [])
     assert "has ended by signal 9" in ended.err and "the same command continues" in ended.err
     assert "Traceback" not in ended.err
-    assert ended.left == []
-    assert _run(text, tmp_path / "out", "--workers", "2").code == 0
 
 
 _INSTANTS = {
-    "planned": lambda process, out: (out.with_name("out.unfinished") / "plan.json").exists(),
-    "workers": lambda process, out: _workers(process),  # with --workers 1 the command has no worker process
-    "a unit": lambda process, out: _units(out),
+    "1": lambda process, out: (out.with_name("out.unfinished") / "plan.json").exists(),  # it has no worker process
+    "2": lambda process, out: _workers(process),
 }
 
 
-@pytest.mark.parametrize(
-    ("workers", "instant"),
-    [
-        ("2", "workers"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("1", "planned"), ("1", "a unit"), ("2", "a unit")]),
-    ],
-)
-def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers, instant):
-    process = _tokenize(text, tmp_path / "out", "--workers", workers)
-    until(lambda: _INSTANTS[instant](process, tmp_path / "out"), lambda: process.process.poll() is None)
+@pytest.mark.parametrize("workers", slow_but(["2"], _INSTANTS))
+def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
+    process = _start(text, tmp_path, workers)
+    until(lambda: _INSTANTS[workers](process, tmp_path / "out"), lambda: process.process.poll() is None)
     os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does
     ended = finish(process)
     assert not (tmp_path / "out").exists()

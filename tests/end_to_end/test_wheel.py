@@ -1,6 +1,5 @@
 """The wheel has every module, and trains in an environment and a folder without the repository."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,27 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.forked import prepare
+from tests.end_to_end.launcher import ROOT
+from tests.end_to_end.test_run_train import reports
 from tests.waiting import PATIENCE
-
-ROOT = Path(__file__).parents[2]
-
-CONFIG = """
-[job]
-dump_folder = "run"
-[model]
-name = "llama3"
-flavor = "debug"
-[training]
-dataset_path = "text.txt"
-local_batch_size = 1
-seq_len = 64
-steps = 3
-mixed_precision_param = "float32"
-[lr_scheduler]
-warmup_steps = 0
-[metrics]
-log_freq = 1
-"""
 
 
 def run(*command: str | Path, folder: Path) -> str:
@@ -80,13 +62,10 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
 
 
 def test_the_installed_wheel_trains_outside_of_the_repository(environment, tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    prepare(tmp_path, "llama3", "debug", training={"steps": 3, "local_batch_size": 1}, lr_scheduler={"warmup_steps": 0})
     imported = run(environment / "bin" / "python", "-c", "import titanlite; print(titanlite.__file__)", folder=tmp_path)
     assert Path(imported.strip()).is_relative_to(environment)
-
     run(environment / "bin" / "titanlite", "launch", "run.toml", folder=tmp_path)
-
-    reports = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [report["step"] for report in reports] == [1, 2, 3]
-    assert reports[-1]["loss"] < reports[0]["loss"]
+    found = reports(tmp_path / "out")
+    assert [report["step"] for report in found] == [1, 2, 3]
+    assert found[-1]["loss"] < found[0]["loss"]

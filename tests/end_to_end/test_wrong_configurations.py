@@ -13,9 +13,6 @@ from tests.end_to_end.launcher import run
 # here, what the script itself refuses, and what the check of a configuration refuses.
 CASES: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
     "no arguments": ("", {}, ("give a configuration first",)),
-    "ranks as an option": ("run.toml --ranks 4", {}, ("ranks = ", "NGPU x NNODES")),
-    "NGPU is a word": ("run.toml", {"NGPU": "abc"}, ("NGPU=abc", "whole number")),
-    "two nodes without a rendezvous endpoint": ("run.toml", {"NNODES": "2"}, ("NNODES=2 needs RDZV_ENDPOINT",)),
     "three faults at once": (
         "run.toml --optimizer.lr=-1 --optimizer.name=SGD --training.steps=x",
         {},
@@ -25,11 +22,6 @@ CASES: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
         "run.toml --model.name own.half_a_model",
         {"PYTHONDONTWRITEBYTECODE": "1"},  # so that no cache appears next to the module
         ("model.name = 'own.half_a_model'", "lacks Model, sharding, initial"),
-    ),
-    "degrees that need more ranks": (
-        "run.toml --parallelism.data_parallel_shard_degree 4",
-        {"NGPU": "2"},
-        ("data_parallel_shard_degree = 4", "needs 4 processes, and there are 2"),
     ),
 }
 
