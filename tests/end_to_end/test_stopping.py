@@ -213,3 +213,16 @@ def test_an_exception_on_one_rank_leaves_its_traceback_and_the_stack_of_the_othe
     other, failed = [(failing / f"out/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
     assert "rank 1, step 3, forward and backward (process " in failed and "RuntimeError: the culprit" in failed
     assert "ended because rank 1 (process " in other and "forward_backward" in other
+
+
+@pytest.mark.slow
+def test_a_hung_stage_ends_the_run_after_the_timeout_of_the_next_stage(failing):
+    """gloo waits for a message for the timeout at the creation of the group."""
+    words = ("--training.global_batch_size", "2", "--comm.init_timeout_seconds", "45")
+    ended = run_failing(failing, *STAGES[:2], *words, WAY_0="hangs")
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert "rank 1, step 2, forward and backward: waited 45 s for the other ranks" in ended.err
+    assert "the run is over; stacks of all ranks: out/stacks" in ended.err
+    assert "Traceback" not in ended.err
+    stacks = (failing / "out/stacks/rank-0.txt").read_text()
+    assert f'own/model.py", line {line_of(failing, "# the culprit")} in forward' in stacks

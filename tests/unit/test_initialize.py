@@ -52,7 +52,7 @@ def _truncated_normal(cutoff: float) -> Callable[[float], float]:
         (Uniform(-0.25, 0.75), lambda value: value + 0.25),
         (Uniform(0.1, 0.3), lambda value: (value - 0.1) / 0.2),
     ],
-    ids=str,
+    ids=["normal, cut off at 1", "normal, cut off at 3", "uniform around 0.25", "uniform around 0.2"],
 )
 def test_kolmogorov_smirnov_distance_to_the_distribution_function(distribution, below):
     values = np.sort(_with(distribution, 512, 512).double().numpy().ravel())

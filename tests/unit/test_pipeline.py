@@ -121,3 +121,11 @@ def test_offloading_is_refused():
     family = family_of(config.model)
     (fault,) = pipeline_faults(config, family, on_meta(family, config))
     assert "parallelism.cpu_offload = true is not supported with it" in fault
+
+
+def test_a_schedule_that_deadlocks_is_found():
+    with simulated_ranks(2):
+        order = orders("GPipe", 2, 4, 2)
+    order[1] = [order[1][-1], *order[1][:-1]]  # the last backward pass first
+    with pytest.raises(UserError, match="the schedule deadlocks"):
+        rehearse(order, [1.0, 1.0], [2.0, 2.0])
