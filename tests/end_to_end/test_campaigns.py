@@ -15,7 +15,7 @@ def test_killed_runs_lose_nothing_and_end_like_uninterrupted_ones(tmp_path):
 
 
 def test_damaged_files_are_named_or_change_nothing(tmp_path):
-    assert damage.campaign(tmp_path, cases=6, seed=0, mesh=Mesh(stages=2)).broken == []
+    assert damage.campaign(tmp_path, cases=3, seed=0, mesh=Mesh(stages=2)).broken == []
 
 
 def test_a_run_continues_on_another_number_of_ranks_and_stages(tmp_path):
@@ -28,18 +28,13 @@ def test_two_hosts_train_as_one_and_survive_a_cut_cable(tmp_path):
     assert two_hosts.campaign(tmp_path, ["plain", "cut"]).broken == []
 
 
-# All variants except those that equal the plain run on CI's processor, which has AVX-512 and takes one thread, and further
-# orders. A run combines as many as possible; `make campaign PART=processors` prints which one changed a verdict.
+# A run combines as many variants as possible; `make campaign PART=processors` has all, and prints which one changed a verdict.
 _TOGETHER = {
     "an old processor, another user": (
         *("ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBILITY", "ONEDNN_MAX_CPU_ISA=SSE41"),
         *("4 threads", "weights disturbed by 1e-7", "TZ=Pacific/Chatham", "an ordinary user", "a Turkish locale"),
     ),
-    "an AVX2 processor": (
-        *("ATEN_CPU_CAPABILITY=avx2", "MKL_CBWR=AVX2", "ONEDNN_MAX_CPU_ISA=AVX2"),
-        *("2 threads", "random order, seed 1", "a deep path", "LC_ALL=C"),
-    ),
-    "a machine with too few cores": ("full load", "pauses"),
+    "a machine with too few cores": ("full load", "pauses", "random order, seed 1", "a deep path"),
 }
 
 
