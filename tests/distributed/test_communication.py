@@ -1,6 +1,6 @@
 """The collectives that gloo ranks start in a step are those that titanlite/plan predicts: calls, groups and bytes.
 
-The counter here shares no code with titanlite/plan. tests/unit/test_plan.py tests most meshes and options, without ranks.
+The counter here shares no code with titanlite/plan. tests/unit/test_plan.py has other meshes, without ranks.
 """
 
 from collections import Counter
