@@ -106,7 +106,7 @@ def test_values_that_a_constructor_sets_and_initial_overrides_are_named_and_equa
     rows = table("tests.forks.lost_values", *ROWS[: ROWS.index(TRAINED)])
     assert list(failed(rows)) == ["constructor"] and not_run(rows) == []
     names = [text.partition(":")[0] for text in rows["constructor"].texts]
-    assert sorted(names) == ["decay", "layers.*.ffn.w2.weight", "offsets", "slopes"]
+    assert sorted(names) == ["decay", "layers.*.ffn.w2.weight", "offsets", "rates"]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "tests.tiny_biased"])

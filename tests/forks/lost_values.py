@@ -19,7 +19,7 @@ class Model(llama3.Model):
         self.gain = nn.Parameter(torch.ones(config.dim))
         self.shift = nn.Parameter(0.02 * torch.randn(config.dim, config.dim))
         self.bias = nn.LayerNorm(config.dim)  # sets ones and zeros
-        self.register_buffer("slopes", torch.arange(config.dim) / config.dim)
+        self.register_buffer("rates", torch.arange(config.dim) / config.dim)
         self.register_buffer("offsets", torch.linspace(0.0, 1.0, config.dim), persistent=False)
         self.register_buffer("sound", torch.ones(1))
         self.register_buffer("later", torch.empty(1))  # never written
@@ -28,7 +28,7 @@ class Model(llama3.Model):
             nn.init.normal_(layer.ffn.w1.weight, std=0.02)
 
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        return super().forward(x, seq) * (self.sound * self.later + self.slopes) + self.offsets
+        return super().forward(x, seq) * (self.sound * self.later + self.rates) + self.offsets
 
 
 def sharding(config: Config) -> dict[str, str]:
@@ -36,5 +36,5 @@ def sharding(config: Config) -> dict[str, str]:
 
 
 def initial(config: Config) -> dict[str, Normal | Constant]:
-    quiet = {"slopes": Constant(0.0), "offsets": Constant(0.0), "sound": Constant(1.0), "later": Constant(1.0)}
+    quiet = {"rates": Constant(0.0), "offsets": Constant(0.0), "sound": Constant(1.0), "later": Constant(1.0)}
     return {**quiet, "gain": Constant(1.0), "bias.weight": Constant(1.0), "bias.bias": Constant(0.0), **llama3.initial(config)}

@@ -14,7 +14,7 @@ __all__ = ["assets", "group_of_one", "own_module"]
 
 @pytest.fixture
 def own_module(tmp_path, monkeypatch) -> Iterator[Callable[[str], Path]]:
-    """Writes the user's module `own_code`, to be imported anew; -> its file."""
+    """Writes the user's module `own_code`, to be imported again; -> its file."""
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "own_code.py"
 

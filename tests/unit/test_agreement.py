@@ -29,7 +29,7 @@ def read(tmp_path) -> Callable[[dict[str, str]], Identity]:
     return one
 
 
-def test_another_value_on_one_node_is_refused_by_its_key_if_it_has_an_effect_and_is_no_path(monkeypatch, tmp_path):
+def test_another_value_of_any_key_but_a_path_is_refused_on_one_node_by_its_key(monkeypatch, tmp_path):
     monkeypatch.setattr(agreement, "_files", dict)  # reading titanlite's files for every key takes long
     differ = set()
     for key in KEYS:

@@ -205,3 +205,15 @@ assert child.poll() is None
 os.kill(child.pid, signal.SIGKILL)
 """
     assert run(then)[0] == 0
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_process_outlives_the_launcher(end):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(then=f"server.start(sleep)\nos.read(says[0], 1)\n{end}")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    output, _ = process.communicate(timeout=PATIENCE)  # returns when the last process that holds the pipe has ended
+    assert output.startswith("sleeping ")

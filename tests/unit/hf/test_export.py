@@ -39,8 +39,10 @@ def export(source: Path, *words, **keys) -> list[Path]:
 
 @pytest.fixture(scope="module", params=enumerate(CASES), ids=lambda numbered: "-".join(numbered[1]))
 def exported(request, sources, imported, tmp_path_factory) -> Exported:
-    """Each family as an export in several files, every second one in bfloat16. Its config.json was read with every key that
-    transformers knows."""
+    """Each family as an export in several files, every second one in bfloat16.
+
+    Its config.json was read with every key that transformers knows.
+    """
     number, (name, flavor) = request.param
     dtype, folder = (torch.float32, torch.bfloat16)[number % 2], tmp_path_factory.mktemp("export")
     family = load_family(name, flavor)
