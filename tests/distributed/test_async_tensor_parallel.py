@@ -25,6 +25,7 @@ from torch.distributed import _symmetric_memory as symmetric
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
 from titanlite.config.schema import Config
+from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel import tensor
 from titanlite.registry.family import family_of
@@ -121,8 +122,13 @@ def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pool
     assert not backward.operations[PLAIN_GATHER]
 
 
+_ROWWISE = pytest.param(
+    "rowwise", marks=pytest.mark.skipif(BEFORE_2_13, reason="PyTorch 2.11 scales no rows of a product on CPUs")
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", _ROWWISE])
 def test_with_float8_it_overlaps_the_sums_of_the_forward_pass(pools, recipe):
     """Both runs are compiled: eager code rounds to bfloat16 in other places."""
     sections = {
