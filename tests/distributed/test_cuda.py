@@ -186,7 +186,8 @@ def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch
 
 
 def test_nothing_about_documents_waits_for_the_device(device):
-    model, batches = flexible_model(torch.bfloat16, device), [packed_rows(device, seed) for seed in range(2)]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model, batches = flexible_model(dtype, device), [packed_rows(device, seed) for seed in range(2)]
     summed_loss(model, batches[0]).backward()
     with waiting_is_an_error(device):
         summed_loss(model, batches[1]).backward()
@@ -214,8 +215,10 @@ def test_every_attention_kernel_equals_the_reference(name, device):
     expected, _ = of_kernel("math", "float32", device)
     try:
         found, label = of_kernel(name, "bfloat16", device)
-    except UserError as error:
-        pytest.skip(str(error))
+    except (UserError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "pack_vnni2" not in str(error):
+            raise
+        pytest.skip(f"{error}")  # on a CPU with AMX, PyTorch's flash fails in bfloat16 if ATEN_CPU_CAPABILITY hides AVX-512
     assert furthest(found, expected) < 5e-2
     if device.type == "cpu":
         by_rule = "flash"
