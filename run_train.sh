@@ -8,7 +8,8 @@
 # data, 75 stopped and to be started again, 128 + n ended by signal n, anything else a failed rank.
 #
 # SIGTERM or SIGUSR1, to this process or to any rank, stops the run: the step is finished, a checkpoint saved, and the exit
-# code is 75. So does job.time_limit_minutes, counted from here. A second signal ends the run at once, and so does SIGINT.
+# code is 75. So does job.time_limit_minutes, counted from here. A second signal ends the run at once, and so do SIGINT and,
+# without nohup, the end of the terminal (SIGHUP).
 #
 # From the environment:
 #   NGPU           ranks on this node; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo

@@ -70,6 +70,24 @@ def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_se
         launcher.on_request(signal.SIGTERM, None)
 
 
+HANGUP = """
+import signal
+from pathlib import Path
+from titanlite.launch import launcher
+from titanlite.launch.layout import Layout
+
+launcher.launch_agent = lambda *_: signal.raise_signal(signal.SIGHUP)
+signal.signal(signal.SIGHUP, signal.{action})
+print(launcher.launch(Layout(1, 1, 0, "localhost", 0, "", 0, 600), launcher.Launcher(Path("out"), None), 60.0))
+"""
+
+
+@pytest.mark.parametrize(("action", "code"), [("SIG_IGN", 0), ("SIG_DFL", 128 + signal.SIGHUP)])
+def test_a_run_outlives_its_terminal_under_nohup_only(action, code):
+    script = [sys.executable, "-c", HANGUP.format(action=action)]
+    assert int(subprocess.run(script, capture_output=True, check=True, timeout=PATIENCE).stdout) == code
+
+
 # --------------------------------------------------------------------------------------------------- ranks of two lines
 
 

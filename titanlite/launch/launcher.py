@@ -236,7 +236,8 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
     for number in stop.REQUESTS:
         signal.signal(number, launcher.on_request)
     for number in _ENDING:
-        signal.signal(number, launcher.on_ending)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets SIGHUP: the run outlives the terminal
+            signal.signal(number, launcher.on_ending)
     multiprocessing.SubprocessContext = functools.partial(Ranks, launcher)  # type: ignore[misc,assignment]  # no hook
     rendezvous = Rendezvous(layout, unreachable)
     rendezvous_handler_registry.register(rendezvous.get_backend(), lambda _: rendezvous)
@@ -265,5 +266,5 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody reads any more; the run continues
+    with contextlib.suppress(OSError):  # nobody reads any more, or the terminal is gone; the run continues
         os.write(sys.stderr.fileno(), f"{text}\n".encode())  # unlike print, safe in a signal handler
