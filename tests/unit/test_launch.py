@@ -36,6 +36,7 @@ def failures(noted: list[tuple[int, int, int]]) -> dict[int, ProcessFailure]:
         ([(1, KILL, 50), (0, TERM, 50)], 1),  # somebody has ended rank 0
         ([(2, 2, 50), (0, KILL, 80)], 2),  # much later
         ([(0, 1, 50), (1, 2, 50)], 1),  # rank 1 has reported the fault
+        ([(0, 3, 50), (1, 1, 50)], 1),  # seen at once, by a launcher that stood still: rank 0 has lost its connection
         ([(0, 1, 50), (1, 1, 50)], 0),
         ([(1, 1, 50), (0, ABORT, 60)], 1),  # the watchdog of a survivor
         ([(0, ABORT, 50), (1, KILL, 50)], 1),  # gloo has aborted rank 0, whose connection was lost

@@ -55,14 +55,15 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFail
 
     Among the earliest failures, in this order: a rank that was ended by a signal, since its neighbors lose the connection to
     it and then end with an exit code; by SIGABRT, which gloo may do to such a neighbor; a rank that has reported a fault and
-    ended with 2; any other exit code; and last a rank that got SIGTERM, which somebody sent.
+    ended with 2; any other exit code; one that has waited for the others in vain, or lost the connection to them; and last a
+    rank that got SIGTERM, which somebody sent.
     """
     earliest = min(failure.timestamp for failure in failures.values())
     candidates = [item for item in failures.items() if item[1].timestamp <= earliest + _TOGETHER]
 
     def order(item: tuple[int, ProcessFailure]) -> int:
         code = item[1].exitcode
-        special = {-signal.SIGABRT: 1, _FAULT: 2, -signal.SIGTERM: 4}
+        special = {-signal.SIGABRT: 1, _FAULT: 2, stacks.ECHO: 4, -signal.SIGTERM: 5}
         return special.get(code, 0 if code < 0 else 3)
 
     return min(candidates, key=order)  # of equals, the first
