@@ -22,7 +22,7 @@
 #   LOG_RANK       ranks that log, such as 0 or 0,3 (default 0); warnings come from all
 #   MAX_RESTARTS   how often the ranks are restarted after a failure (default 0)
 #   PYTHON         the interpreter; default: .venv beside this script, else python3
-#   OMP_NUM_THREADS  CPU threads a rank; default: this node's cores shared among its ranks
+#   OMP_NUM_THREADS  CPU threads a rank; default: the cores that this process may use, shared among its ranks
 #   PYTORCH_ALLOC_CONF  PyTorch's allocator on GPUs; default expandable_segments:True
 #   MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_  glibc's on CPUs; default: freed memory is kept
 set -euo pipefail
