@@ -220,7 +220,8 @@ def _git_state() -> dict[str, str] | None:
     root = Path(__file__).parents[2]
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
+        command = ["git", "-c", "safe.directory=*", "-C", str(root), *words]  # also of another user, as in a container
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
     try:
         return {"commit": git("rev-parse", "HEAD").strip(), "diff": git("diff", "HEAD")}
