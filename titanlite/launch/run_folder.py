@@ -46,6 +46,9 @@ def faults(config: Config) -> Iterator[str]:
         remedy = "a run needs a file system; copy finished checkpoints, which never change"
         yield f'job.dump_folder = "{config.job.dump_folder}": must be a folder, and is a URL; {remedy}'
         return
+    if config.job.dump_folder.startswith("~"):  # a run made a folder "~"
+        yield f'job.dump_folder = "{config.job.dump_folder}": only a shell replaces ~ by the home folder; write the whole path'
+        return
     dump = Path(config.job.dump_folder)
     if fault := _unwritable(dump):
         yield f'job.dump_folder = "{dump}": {fault}'
