@@ -124,7 +124,7 @@ def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
     for rank, pid in processes.items():
         path = file_of(dump_folder, rank)
         if path.exists():
-            with open(path, "a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:  # on a full disk
                 file.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank} (process {pid}): {why}\n")
             before[path] = path.stat().st_size
     for pid in processes.values():
