@@ -72,9 +72,7 @@ def _option(section: str, key: str, value: Any) -> str:
     """A value as the text of an option; for None the default of the key."""
     if value is None:
         value = getattr(getattr(Config(), section, None), key, None)
-    if value is None:
-        return "none"
-    plain = _plain(value)
+    plain = "none" if value is None else _plain(value)
     return plain if isinstance(plain, str) else toml_value(plain)
 
 
@@ -86,14 +84,9 @@ def _plain(value: Any) -> Any:
 def _follow(command: list[str], environment: dict[str, str]) -> None:
     """Runs a launcher and prints its lines, on the standard output of a notebook too. Raises as `run` does."""
     last: deque[str] = deque(maxlen=_LAST_LINES)
+    # errors: a byte of the log that is no text does not end the run
     launcher = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",  # a byte that is no text must not end the run
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
     )
     assert launcher.stdout is not None
     try:
