@@ -8,7 +8,8 @@
 # data, 75 stopped and to be started again, 128 + n ended by signal n, anything else a failed rank.
 #
 # SIGTERM or SIGUSR1, to this process or to any rank, stops the run: the step is finished, a checkpoint saved, and the exit
-# code is 75. So does job.time_limit_minutes, counted from here. A second signal ends the run at once, and so does SIGINT.
+# code is 75. So does job.time_limit_minutes, counted from here. A second signal ends the run at once, and so do SIGINT and,
+# without nohup, the end of the terminal (SIGHUP).
 #
 # From the environment:
 #   NGPU           ranks on this node; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo
@@ -21,7 +22,7 @@
 #   LOG_RANK       ranks that log, such as 0 or 0,3 (default 0); warnings come from all
 #   MAX_RESTARTS   how often the ranks are restarted after a failure (default 0)
 #   PYTHON         the interpreter; default: .venv beside this script, else python3
-#   OMP_NUM_THREADS  CPU threads a rank; default: this node's cores shared among its ranks
+#   OMP_NUM_THREADS  CPU threads a rank; default: the cores that this process may use, shared among its ranks
 #   PYTORCH_ALLOC_CONF  PyTorch's allocator on GPUs; default expandable_segments:True
 #   MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_  glibc's on CPUs; default: freed memory is kept
 set -euo pipefail

@@ -10,6 +10,7 @@ The ranks are processes of their own, so this works in notebooks, whose state th
 such as a model family, is named as on the command line, and stands in a file.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from models.decoder import Decoder
@@ -44,8 +46,8 @@ def run(
     """Trains to the end, and prints the log as it comes. -> the run's folder.
 
     config: a TOML file, or its tables as a dictionary. sections: values that go before those of the file, as options do:
-    `optimizer={"lr": 1e-3}`. ranks: processes on this machine; None: a rank for each GPU, or one. A run whose folder has a
-    checkpoint resumes from it.
+    `optimizer={"lr": 1e-3}`; None is the default of a key. ranks: processes on this machine; None: NGPU, else a rank for each
+    GPU, or one. A run whose folder has a checkpoint resumes from it.
 
     Raises UserError for a fault in the configuration or data, and RuntimeError for a run that failed or was stopped before its
     last step. KeyboardInterrupt, of Ctrl-C or of a notebook's stop button, ends the ranks.
@@ -53,30 +55,38 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
             file = Path(folder) / "config.toml"
-            tables = [f"{toml_key(section)} = {toml_value(dict(keys))}\n" for section, keys in config.items()]
+            tables = [f"{toml_key(section)} = {toml_value(_plain(dict(keys)))}\n" for section, keys in config.items()]
             file.write_text("".join(tables), encoding="utf-8")
         else:
             file = Path(config)
-        options = [f"--{section}.{key}={_option(value)}" for section, keys in sections.items() for key, value in keys.items()]
+        given = ((section, key, value) for section, keys in sections.items() for key, value in keys.items())
+        options = [f"--{section}.{key}={_option(section, key, value)}" for section, key, value in given]
         resolved = read_config(file, options)  # refuses unknown keys without starting anything
-        environment = dict(os.environ) if ranks is None else os.environ | {"NGPU": str(ranks)}
         command = [str(_SCRIPT)] if _SCRIPT.is_file() else [sys.executable, "-m", "titanlite", "launch"]
-        _follow([*command, str(file), *options], environment | {"PYTHON": sys.executable})
+        number = os.environ.get("NGPU") or max(1, torch.cuda.device_count()) if ranks is None else ranks
+        _follow([*command, str(file), *options], os.environ | {"NGPU": str(number), "PYTHON": sys.executable})
     return Run(resolved.job.dump_folder)
 
 
-def _option(value: Any) -> str:
-    """A value as the text of an option."""
+def _option(section: str, key: str, value: Any) -> str:
+    """A value as the text of an option; for None the default of the key."""
     if value is None:
-        return "none"
-    return value if isinstance(value, str) else toml_value(os.fspath(value) if isinstance(value, os.PathLike) else value)
+        value = getattr(getattr(Config(), section, None), key, None)
+    plain = "none" if value is None else _plain(value)
+    return plain if isinstance(plain, str) else toml_value(plain)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a configuration with lists for tuples, numbers for those of NumPy, and texts for paths."""
+    return json.loads(json.dumps(value, default=lambda each: each.item() if isinstance(each, np.generic) else os.fspath(each)))
 
 
 def _follow(command: list[str], environment: dict[str, str]) -> None:
     """Runs a launcher and prints its lines, on the standard output of a notebook too. Raises as `run` does."""
     last: deque[str] = deque(maxlen=_LAST_LINES)
+    # errors: a byte of the log that is no text does not end the run
     launcher = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
     )
     assert launcher.stdout is not None
     try:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 from nbclient import NotebookClient
@@ -14,6 +15,8 @@ import titanlite
 from models.attention import SeqInfo
 from tests.end_to_end.launcher import MARK, ROOT, processes
 from tests.waiting import until
+from titanlite import api
+from titanlite.config.read import read_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.inference.generate import Sampling
 
@@ -84,6 +87,25 @@ def test_an_interrupt_ends_all_ranks(folder, monkeypatch):
             TABLES, ranks=2, job={"dump_folder": "out"}, training={"steps": 100_000}, lr_scheduler={"total_steps": 100_000}
         )
     until(lambda: processes(folder.name) == [])
+
+
+def test_values_of_python_become_those_of_the_schema_and_each_gpu_has_a_rank(folder, monkeypatch):
+    started = []
+
+    def follow(command, environment):
+        started.append((read_config(command[1], command[2:]), environment["NGPU"]))
+
+    monkeypatch.delenv("NGPU", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(api, "_follow", follow)
+    (folder / "run.toml").write_text('training.dataset_path = "other.txt"\n')
+    lr, steps, source = np.float64(1e-3), np.int64(5), {"path": folder / "data.txt", "weight": None}
+    training = {"sources": (source,), "dataset_path": None, "add_bos": None, "steps": steps}
+    titanlite.run("run.toml", training=training, optimizer={"lr": lr}, job={"dump_folder": folder})
+    titanlite.run({"training": {"steps": steps, "add_bos": None}, "job": {"dump_folder": folder}, "optimizer": {"lr": lr}})
+    assert [(config.training.steps, config.optimizer.lr, ranks) for config, ranks in started] == [(5, 1e-3, "3")] * 2
+    first = started[0][0].training
+    assert (first.dataset_path, first.sources[0].path) == ("", str(folder / "data.txt"))
 
 
 @pytest.mark.slow

@@ -343,5 +343,5 @@ def _options() -> Iterator[Case]:
     for name, (option, names) in words.items():
         yield Case(f"options: {name}", _read("", option), names)
     twice = ["run.toml", "--ranks", "1", "--ranks=2"]
-    action = functools.partial(read_command, config_parser("estimate"), twice)
+    action = functools.partial(read_command, config_parser("estimate", ""), twice)
     yield Case("options: of a command, twice", lambda _: action, "--ranks: given twice")

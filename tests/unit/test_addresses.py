@@ -160,3 +160,10 @@ def test_a_missing_interface_is_named(monkeypatch):
     assert "GLOO_SOCKET_IFNAME=lo,nowhere0: must be an interface that is up; there are: lo" in addresses.set_up_gloo()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert addresses.set_up_gloo() == ""
+
+
+def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 6, 7})
+    layout.share_threads(2)
+    assert os.environ["OMP_NUM_THREADS"] == "2"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from titanlite.data.prepare import prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
+from titanlite.hf.export import Exported
 from titanlite.loop.loss import summed_loss
 from titanlite.registry.family import vocabulary_of
 
@@ -169,3 +171,15 @@ def test_token_files_with_another_beginning_are_refused_with_the_key_that_allows
     assert opened(folder, tmp_path / "tokens-True")
     with pytest.raises(UserError, match=r"training\.add_bos"):
         opened(folder, tmp_path / "tokens-False")
+
+
+# ----------------------------------------------------------------------------------------------------------------- the API
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_prompt_in_python_begins_as_the_run_was_trained(tmp_path, add_bos):
+    exported = Exported.__new__(Exported)  # without the checkpoint
+    exported.assets, exported._given = str(assets(tmp_path)), ""
+    numbers = {"data": {}, "config": {"training": {"add_bos": add_bos}}}
+    exported.stored = SimpleNamespace(manifest=SimpleNamespace(numbers=numbers))
+    assert bool(exported.tokenizer().beginning) == add_bos

@@ -360,3 +360,8 @@ def test_the_command_names_every_damaged_file_and_one_damaged_checkpoint_is_a_fa
     assert verify([tmp_path]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == sorted(f"{tmp_path / name}: is missing" for name in FILES)
+
+
+def test_a_checkpoint_that_a_run_has_deleted_before_its_turn_is_no_damage(tmp_path, capsys):
+    assert verify([tmp_path / "step-00000001"]) == 0
+    assert "deleted meanwhile" in capsys.readouterr().out

@@ -157,6 +157,7 @@ CASES = [
     (1, {SAVE: True, ALLOW: ["data", "metrics.*"]}, [ALLOW, '"metrics.*" is no key'], {ALLOW: ["data", "lr_scheduler.*"]}),
     (1, {SAVES: "s3://bucket/saves", SAVE: True}, ['checkpoint.folder = "s3://bucket/saves"'], {SAVES: "saves"}),
     (1, {"job.dump_folder": "s3://bucket/run"}, ['job.dump_folder = "s3://bucket/run"', "URL"], {"job.dump_folder": "run"}),
+    (1, {"job.dump_folder": "~/run"}, ['job.dump_folder = "~/run"'], {"job.dump_folder": "run"}),
     (1, {SAVES: "tb", SAVE: True}, ['checkpoint.folder = "tb"', "is already used by"], {SAVES: "saves"}),
 
     (1, {AC: "selective", BLOCKS: 99}, [f"{BLOCKS} = 99: the model has", "blocks"], {BLOCKS: 2}),

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import pytest
 
+from tests.hostile.arguments import run_command
 from tests.hostile.keys import FIELDS, as_option, other
 from titanlite.config.effects import Hardware
 from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml
@@ -191,6 +192,13 @@ def test_help_shows_every_key_with_meaning_and_value(tmp_path, capsys):
         assert "".join(meaning.split()) in shown
     assert shown.count("(now:") == len(FIELDS) + 1  # one is in the explanation above
     assert "(now:4321)" in shown
+
+
+@pytest.mark.parametrize(("command", "option"), [("estimate", "--device-memory-gib"), ("plan", "--nodes-of")])
+def test_help_without_a_configuration_shows_the_options_of_the_command(command, option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(command, "--help")
+    assert ended.value.code == 0 and f"\n  {option}" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------- round trip

@@ -36,6 +36,7 @@ def failures(noted: list[tuple[int, int, int]]) -> dict[int, ProcessFailure]:
         ([(1, KILL, 50), (0, TERM, 50)], 1),  # somebody has ended rank 0
         ([(2, 2, 50), (0, KILL, 80)], 2),  # much later
         ([(0, 1, 50), (1, 2, 50)], 1),  # rank 1 has reported the fault
+        ([(0, 3, 50), (1, 1, 50)], 1),  # seen at once, by a launcher that stood still: rank 0 has lost its connection
         ([(0, 1, 50), (1, 1, 50)], 0),
         ([(1, 1, 50), (0, ABORT, 60)], 1),  # the watchdog of a survivor
         ([(0, ABORT, 50), (1, KILL, 50)], 1),  # gloo has aborted rank 0, whose connection was lost
@@ -68,6 +69,24 @@ def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_se
     launcher.on_request(signal.SIGTERM, None)
     with pytest.raises(SignalException):
         launcher.on_request(signal.SIGTERM, None)
+
+
+HANGUP = """
+import signal
+from pathlib import Path
+from titanlite.launch import launcher
+from titanlite.launch.layout import Layout
+
+launcher.launch_agent = lambda *_: signal.raise_signal(signal.SIGHUP)
+signal.signal(signal.SIGHUP, signal.{action})
+print(launcher.launch(Layout(1, 1, 0, "localhost", 0, "", 0, 600), launcher.Launcher(Path("out"), None), 60.0))
+"""
+
+
+@pytest.mark.parametrize(("action", "code"), [("SIG_IGN", 0), ("SIG_DFL", 128 + signal.SIGHUP)])
+def test_a_run_outlives_its_terminal_under_nohup_only(action, code):
+    script = [sys.executable, "-c", HANGUP.format(action=action)]
+    assert int(subprocess.run(script, capture_output=True, check=True, timeout=PATIENCE).stdout) == code
 
 
 # --------------------------------------------------------------------------------------------------- ranks of two lines

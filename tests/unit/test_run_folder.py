@@ -16,11 +16,13 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config, Training
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file
+from titanlite.launch import run_folder
 from titanlite.launch.run_folder import RunLock, faults, other_run, owned_folders, record_start
 
 _HOLD = """
 import sys, time
 from pathlib import Path
+from titanlite.launch import run_folder
 from titanlite.launch.run_folder import RunLock
 held = RunLock(Path(sys.argv[1]))
 print("locked", flush=True)
@@ -144,6 +146,18 @@ def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp
     starts = json.loads((tmp_path / "provenance.json").read_text())
     assert [start["resumed_step"] for start in starts] == [0, 5]
     assert starts[0]["values"] == {"mesh": "one process"}
+
+
+def test_changes_are_recorded_in_any_encoding_and_of_any_owner(tmp_path, monkeypatch):
+    path, git = tmp_path / "notes.txt", ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    path.write_bytes("café\n".encode("latin-1"))
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *words], check=True)
+    path.write_bytes("thé\n".encode("latin-1"))
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # as in a container, whose user is another one
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "titanlite/launch/run_folder.py"))
+    record_start(Config(job=Job(dump_folder=str(tmp_path / "out"))), {})
+    assert "+th\N{REPLACEMENT CHARACTER}" in json.loads((tmp_path / "out/provenance.json").read_text())[0]["git"]["diff"]
 
 
 def test_a_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):

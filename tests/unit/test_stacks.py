@@ -55,6 +55,15 @@ def test_the_launcher_gets_the_stack_of_a_rank_that_is_stuck_in_a_library(tmp_pa
     assert any("in somewhere_in_the_model" in line for line in lines[1:])
 
 
+def test_a_full_disk_does_not_keep_the_launcher_from_ending_the_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(stacks, "_LONGEST", 0.0)
+    stacks.folder_of(tmp_path).mkdir()
+    stacks.file_of(tmp_path, 3).symlink_to("/dev/full")
+    process = subprocess.Popen(["sleep", "600"])
+    stacks.request(tmp_path, {3: process.pid}, "ended because rank 0 has failed")
+    assert process.wait(PATIENCE) == -signal.SIGQUIT
+
+
 def test_a_crash_leaves_the_stack_and_a_successful_start_leaves_nothing_more(tmp_path):
     assert start(tmp_path, "os.abort()").wait(PATIENCE) == -signal.SIGABRT
     first = dump(tmp_path)

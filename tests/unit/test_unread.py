@@ -3,6 +3,7 @@ called damaged.
 """
 
 import errno
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.untrusted_files import KINDS, Kind
-from titanlite.ground import untrusted
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import read_bytes
 
@@ -38,7 +38,7 @@ class Machine:
 def machine(request, monkeypatch) -> Machine:
     machine, open_file = Machine(request.param), os.open
 
-    class File(untrusted._File):
+    class File(io.BufferedReader):
         def read(self, size: int | None = -1) -> bytes:
             machine.may()
             return super().read(size)
@@ -51,7 +51,7 @@ def machine(request, monkeypatch) -> Machine:
         machine.may()
         return open_file(path, *words, **keys)
 
-    monkeypatch.setattr(untrusted, "_File", File)
+    monkeypatch.setattr(io, "BufferedReader", File)
     monkeypatch.setattr(os, "open", opened)
     return machine
 

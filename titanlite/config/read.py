@@ -51,7 +51,7 @@ def read_words(words: list[str], usage: str) -> tuple[str, Config]:
     Raises UserError if the first word is an option. For --help as the first word it prints the usage and exits.
     """
     if words and words[0] in ("-h", "--help"):
-        print(f"usage: {usage}\n       with --help behind CONFIG.toml: every option with its meaning and value")
+        print(f"usage: {usage}\n\nwith --help behind CONFIG.toml: every option with its meaning and value")
         sys.exit(0)
     if not words or not words[0].strip() or words[0].startswith("-"):
         raise UserError("give a configuration first, such as train_configs/llama_debug.toml, then the options")

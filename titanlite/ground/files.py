@@ -34,11 +34,6 @@ def _open_regular(path: str | Path, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
 
 
-def hold(path: Path) -> int:
-    """A handle of a file, for `is_at`."""
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-
-
 def is_at(handle: int, path: Path) -> bool:
     """Whether an open file is what its path still names: nobody has removed, renamed or replaced it."""
     try:
@@ -65,7 +60,7 @@ class Kept:
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.path, self.text)
-        self._handle = hold(self.path)
+        self._handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager

@@ -87,34 +87,20 @@ def reading(path: str | Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------------- files
 
 
-class _File(io.BufferedReader):
-    """A file whose `with` ends as `reading` does."""
-
-    def __init__(self, handle: int, path: str | Path):
-        super().__init__(io.FileIO(handle))
-        self._path = path
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if isinstance(error, OSError | MemoryError):
-            with reading(self._path):
-                raise error
-
-
-def open_file(path: str | Path) -> BinaryIO:
-    """Opens a regular file for reading, in a `with`. Raises Absent, Unread, or UserError for anything else."""
+@contextlib.contextmanager
+def open_file(path: str | Path) -> Iterator[BinaryIO]:
+    """Opens a regular file for reading; ends as `reading`. Raises Absent, Unread, or UserError for anything else."""
     errors.last_file = str(path)
-    try:
-        with reading(path):
+    with reading(path):
+        try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a FIFO waits for its writer
-    except UserError:
-        raise
-    except ValueError as error:  # a name with a zero byte
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise UserError(f"{path}: cannot be read: must be a regular file, not a folder, a FIFO, a socket or a device")
-    return _File(handle, path)
+        except ValueError as error:  # a name with a zero byte
+            raise UserError(f"{path}: cannot be read: {error}") from None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise UserError(f"{path}: cannot be read: must be a regular file, not a folder, a FIFO, a socket or a device")
+        with io.BufferedReader(io.FileIO(handle)) as file:
+            yield file
 
 
 def size_of(path: str | Path) -> int:

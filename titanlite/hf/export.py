@@ -123,12 +123,13 @@ class Exported:
 
     def tokenizer(self) -> LoadedTokenizer | None:
         """The tokenizer of the run; None for an import without one. Raises UserError if it is missing or has changed since."""
-        trained_with = self.stored.manifest.numbers["data"].get("tokenizer")
+        numbers = self.stored.manifest.numbers
+        trained_with, training = numbers["data"].get("tokenizer"), numbers["config"].get("training", {})  # an import has none
         if self.assets and not (Path(self.assets) / "tokenizer.json").is_file():
             if self._given or trained_with:
                 raise UserError(f"{self.assets}: there is no tokenizer.json in it; name the tokenizer's folder with --assets")
             return None
-        loaded = open_tokenizer(self.assets)
+        loaded = open_tokenizer(self.assets, training.get("add_bos"))
         if trained_with not in (None, tokenizer_digest(loaded)):
             which = self.assets or "the default one of this installation"
             raise UserError(f"{self.stored.source}: trained with another tokenizer than {which}; name its folder with --assets")

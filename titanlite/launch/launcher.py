@@ -55,14 +55,15 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFail
 
     Among the earliest failures, in this order: a rank that was ended by a signal, since its neighbors lose the connection to
     it and then end with an exit code; by SIGABRT, which gloo may do to such a neighbor; a rank that has reported a fault and
-    ended with 2; any other exit code; and last a rank that got SIGTERM, which somebody sent.
+    ended with 2; any other exit code; one that has waited for the others in vain, or lost the connection to them; and last a
+    rank that got SIGTERM, which somebody sent.
     """
     earliest = min(failure.timestamp for failure in failures.values())
     candidates = [item for item in failures.items() if item[1].timestamp <= earliest + _TOGETHER]
 
     def order(item: tuple[int, ProcessFailure]) -> int:
         code = item[1].exitcode
-        special = {-signal.SIGABRT: 1, _FAULT: 2, -signal.SIGTERM: 4}
+        special = {-signal.SIGABRT: 1, _FAULT: 2, stacks.ECHO: 4, -signal.SIGTERM: 5}
         return special.get(code, 0 if code < 0 else 3)
 
     return min(candidates, key=order)  # of equals, the first
@@ -236,7 +237,8 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
     for number in stop.REQUESTS:
         signal.signal(number, launcher.on_request)
     for number in _ENDING:
-        signal.signal(number, launcher.on_ending)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets SIGHUP: the run outlives the terminal
+            signal.signal(number, launcher.on_ending)
     multiprocessing.SubprocessContext = functools.partial(Ranks, launcher)  # type: ignore[misc,assignment]  # no hook
     rendezvous = Rendezvous(layout, unreachable)
     rendezvous_handler_registry.register(rendezvous.get_backend(), lambda _: rendezvous)
@@ -265,5 +267,5 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody reads any more; the run continues
+    with contextlib.suppress(OSError):  # nobody reads any more, or the terminal is gone; the run continues
         os.write(sys.stderr.fileno(), f"{text}\n".encode())  # unlike print, safe in a signal handler

@@ -110,8 +110,13 @@ def log_ranks(ranks: int) -> list[int]:
 
 
 def share_threads(ranks: int) -> None:
-    """Sets OMP_NUM_THREADS where it is not set: the cores of this node shared among its ranks. Raises UserError."""
-    os.environ["OMP_NUM_THREADS"] = str(number("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // ranks)))
+    """Sets OMP_NUM_THREADS where it is not set: `cores` shared among the ranks of this node. Raises UserError."""
+    os.environ["OMP_NUM_THREADS"] = str(number("OMP_NUM_THREADS", max(1, cores() // ranks)))
+
+
+def cores() -> int:
+    """Those that this process may use: a scheduler may have given it a part of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def whole_number(text: str, least: int, most: int) -> int | None:

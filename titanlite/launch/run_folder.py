@@ -46,6 +46,9 @@ def faults(config: Config) -> Iterator[str]:
         remedy = "a run needs a file system; copy finished checkpoints, which never change"
         yield f'job.dump_folder = "{config.job.dump_folder}": must be a folder, and is a URL; {remedy}'
         return
+    if config.job.dump_folder.startswith("~"):  # a run made a folder "~"
+        yield f'job.dump_folder = "{config.job.dump_folder}": only a shell replaces ~ by the home folder; write the whole path'
+        return
     dump = Path(config.job.dump_folder)
     if fault := _unwritable(dump):
         yield f'job.dump_folder = "{dump}": {fault}'
@@ -220,7 +223,8 @@ def _git_state() -> dict[str, str] | None:
     root = Path(__file__).parents[2]
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
+        command = ["git", "-c", "safe.directory=*", "-C", str(root), *words]  # also of another user, as in a container
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
     try:
         return {"commit": git("rev-parse", "HEAD").strip(), "diff": git("diff", "HEAD")}

@@ -31,6 +31,8 @@ log = logging.getLogger("titanlite")
 _INTERVAL = 0.5
 _LONGEST = 5.0
 
+ECHO = 3  # exit code after an error that another rank has probably caused: the launcher names that one
+
 _dump: TextIO | None = None
 
 
@@ -92,7 +94,7 @@ def report(error: Exception, patience: float = 0.0) -> int:
     if echo:
         time.sleep(patience)
     log.error("%s", text)
-    return failure.code_of(error)
+    return ECHO if echo else failure.code_of(error)
 
 
 def _echo(error: Exception) -> str:
@@ -122,7 +124,7 @@ def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
     for rank, pid in processes.items():
         path = file_of(dump_folder, rank)
         if path.exists():
-            with open(path, "a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:  # on a full disk
                 file.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank} (process {pid}): {why}\n")
             before[path] = path.stat().st_size
     for pid in processes.values():

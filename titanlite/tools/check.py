@@ -17,7 +17,7 @@ from titanlite.tools.options import WholeNumber, config_parser, read_command
 
 def main() -> None:
     """Exit code 0 for a valid configuration, 2 for one with faults."""
-    parser = config_parser("check")
+    parser = config_parser("check", __doc__)
     parser.add_argument("--local-ranks", type=WholeNumber(1, 1024))
     options = parser.parse_known_args()[0]
     _, path, config = read_command(parser)

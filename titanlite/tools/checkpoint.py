@@ -10,7 +10,7 @@ DIR is a run directory, a folder of checkpoints, or one checkpoint, such as outp
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,17 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def list_all(sources: list[Path]) -> int:
-    damaged = 0
-    for source in sources:
-        try:
-            stored = manifest.read(source)
-        except Unread:
-            raise
-        except UserError as error:
-            damaged += 1
-            print(f"{source}  damaged: {error}")
-            continue
-        size = sum(contents.bytes for contents in stored.files.values())
-        missing = [name for name, contents in stored.files.items() if _size(source / name) != contents.bytes]
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((source / manifest.FILE).stat().st_mtime))
-        state = f"damaged: {', '.join(missing)}" if missing else f"{len(stored.files)} files, not read"
-        damaged += bool(missing)
-        print(f"{source}  {size / 2**30:9.3f} GiB  {stored.numbers['samples']:>12,} samples  {written}  {state}")
-    return int(damaged > 0)
+    return _print_each(sources, _listed)
+
+
+def _listed(source: Path) -> str:
+    stored = manifest.read(source)
+    size = sum(contents.bytes for contents in stored.files.values())
+    if missing := [name for name, contents in stored.files.items() if _size(source / name) != contents.bytes]:
+        raise manifest.Damaged(f"{source}: is damaged: {', '.join(missing)}")
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((source / manifest.FILE).stat().st_mtime))
+    numbers = f"{size / 2**30:9.3f} GiB  {stored.numbers['samples']:>12,} samples"
+    return f"{source}  {numbers}  {written}  {len(stored.files)} files, not read"
 
 
 def _size(path: Path) -> int:
@@ -79,17 +73,29 @@ def _size(path: Path) -> int:
 
 
 def verify(sources: list[Path]) -> int:
-    damaged = 0
+    return _print_each(sources, _verified)
+
+
+def _verified(source: Path) -> str:
+    load.intact(source)
+    return f"{source}: sound"
+
+
+def _print_each(sources: list[Path], line_of: Callable[[Path], str]) -> int:
+    """Prints the line of each checkpoint, or its damage; -> the exit code."""
+    code = 0
     for source in sources:
         try:
-            load.intact(source)
-            print(f"{source}: sound")
+            line = line_of(source)
         except Unread:
             raise
         except UserError as error:
-            damaged += 1
-            print(error)
-    return int(damaged > 0)
+            if source.is_dir():
+                code, line = 1, str(error)
+            else:  # by the retention of a run that trains there
+                line = f"{source}: has been deleted meanwhile"
+        print(line)
+    return code
 
 
 def show(sources: list[Path]) -> int:

@@ -87,7 +87,7 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
 
 
 def _show(words: list[str]) -> Iterator[str]:
-    parser = config_parser("data show")
+    parser = config_parser("data show", __doc__)
     parser.add_argument("--step", type=STEPS)
     parser.add_argument("--rank", type=WholeNumber(0, RANKS.most - 1))
     options, config, degrees = _open(parser, words)
@@ -143,7 +143,7 @@ def _origin(source: TokenSource, rows: Rows, document: int) -> str:
 
 
 def _stats(words: list[str]) -> Iterator[str]:
-    _, config, degrees = _open(config_parser("data stats"), words)
+    _, config, degrees = _open(config_parser("data stats", __doc__), words)
     data = open_data(config, vocabulary_of(config.model))
     _refuse_damaged(config, [rows for source in data.sources for rows in source.rows])
     size = config.global_batch(parts_of(degrees))
@@ -185,7 +185,7 @@ def _histogram(source: TokenSource) -> Iterator[str]:
 
 
 def _verify(words: list[str]) -> Iterator[str]:
-    _, config, _ = _open(config_parser("data verify"), words)
+    _, config, _ = _open(config_parser("data verify", __doc__), words)
     rows = [
         each
         for section in sections_of(config)

@@ -28,7 +28,7 @@ from titanlite.tools.options import PREDICTED, Real, config_parser, new_path, re
 
 
 def main() -> None:
-    parser = config_parser("estimate", PREDICTED)
+    parser = config_parser("estimate", __doc__, PREDICTED)
     parser.add_argument("--device-memory-gib", type=Real(1e-3, 1e6), default=80.0)
     parser.add_argument("--routing", choices=["balanced", "worst"])
     parser.add_argument("--timeline", type=new_path, metavar="FILE.svg")

@@ -2,12 +2,12 @@
                [--max-length N] [--output FILE.json] [--tp 1] [--dtype bfloat16] [--tokenizer DIR] [--model NAME]
                [--weights ema]
 
-Evaluates the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format on tasks of EleutherAI's
+Evaluates the newest checkpoint of a run, one checkpoint, or a model in Hugging Face's format on tasks of EleutherAI's
 lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of results, and writes all results to --output. DIR, or
 --checkpoint DIR, is the folder of the run, checkpoint or model. --include-path names a folder with your own tasks. --max-length
 limits the tokens that the model reads at once (default: the sequence length of training, or max_position_embeddings of
 config.json). --model names the module of the model, if it is not a family of models/, or if config.json does not decide it.
---weights ema uses the moving average of the weights (optimizer.ema_decay).
+--weights ema uses the moving average of the weights (optimizer.ema_decay). A damaged checkpoint is refused.
 """
 
 import argparse

@@ -2,12 +2,12 @@
                    [--top-p 1.0] [--seed 0] [--tp 1] [--dtype bfloat16] [--tokenizer DIR] [--model NAME]
                    [--weights ema]
 
-Continues each prompt with the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format, and prints
+Continues each prompt with the newest checkpoint of a run, one checkpoint, or a model in Hugging Face's format, and prints
 prompt and continuation. DIR, or --checkpoint DIR, is the folder of the run, checkpoint or model. Sampling is seeded per prompt,
 by --seed and the number of the prompt. --temperature 0 takes the most likely token each time. --tp N splits the model over N
 GPUs, or processes. The defaults of --dtype and --tokenizer are those of the run or folder. --model names the module of the
 model, if it is not a family of models/, or if config.json does not decide it. --weights ema uses the moving average of the
-weights (optimizer.ema_decay).
+weights (optimizer.ema_decay). A damaged checkpoint is refused.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def inference_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def model_source(options: argparse.Namespace) -> Path:
-    """The folder in Hugging Face's format, or the newest sound checkpoint, that the options name.
+    """The folder in Hugging Face's format, or the newest checkpoint, that the options name.
 
     Raises UserError, also for a model whose family declares that it cannot generate.
     """

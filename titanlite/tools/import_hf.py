@@ -37,7 +37,7 @@ from titanlite.loop.metrics import peak_memory_gib
 from titanlite.loop.resume import imported_numbers
 from titanlite.tools.open_model import Recognized, recognize
 from titanlite.tools.options import LOCAL_RANKS, SEED, WholeNumber, command_parser, existing_folder, new_path, nonempty
-from titanlite.tools.upcycle import Upcycled, Upcycling, copied, fill_routers, moe_of
+from titanlite.tools.upcycle import Upcycling, copied, fill_routers, moe_of
 
 _TIMEOUT = datetime.timedelta(hours=2)  # for a rank that reads and writes more slowly than the others
 
@@ -82,17 +82,17 @@ def _upcycling(options: argparse.Namespace) -> Upcycling | None:
     return Upcycling(options.upcycle_experts, 2 if options.top_k is None else options.top_k, options.seed or 0)
 
 
-def target_of(source: Path, model: str, upcycling: Upcycling | None) -> Recognized | Upcycled:
+def target_of(source: Path, model: str, upcycling: Upcycling | None) -> Recognized:
     """The model whose checkpoint is written. Raises UserError."""
     recognized = recognize(source, model)
     return moe_of(recognized, upcycling) if upcycling else recognized
 
 
-def model_section(model: Recognized | Upcycled, source: Path) -> dict[str, Any]:
+def model_section(model: Recognized, source: Path) -> dict[str, Any]:
     """The keys of [model] for a run with the checkpoint."""
     # flavor "hf" if no flavor has the dimensions: an export reads them again from the source
     section: dict[str, Any] = {"name": model.name, "flavor": model.flavor, "hf_assets_path": str(source.resolve())}
-    return {**section, "overrides": model.overrides} if isinstance(model, Upcycled) else section
+    return section | ({"overrides": model.overrides} if model.overrides else {})
 
 
 def import_hf(

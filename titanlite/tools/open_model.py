@@ -1,8 +1,9 @@
 """Loads a checkpoint, or a folder in Hugging Face's format, for inference: no optimizer, no FSDP, weights in one precision."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ class Recognized(NamedTuple):
     name: str
     flavor: str  # one of the family's FLAVORS, or "hf" if none has these dimensions
     family: Family
+    overrides: Mapping[str, Any] = {}  # dimensions that differ from those of the flavor
 
 
 class LoadedModel(NamedTuple):

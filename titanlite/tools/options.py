@@ -112,16 +112,18 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
-def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
+def command_parser(command: str, doc: str | None, **words: Any) -> argparse.ArgumentParser:
     """A parser whose --help prints the docstring of the command's file; the first paragraph is the usage."""
     usage, _, description = (doc or "").partition("\n\n")
     formatter = argparse.RawDescriptionHelpFormatter
-    return _Parser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
+    return _Parser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter, **words)
 
 
-def config_parser(command: str, ranks: WholeNumber = RANKS, option: str = "--ranks") -> argparse.ArgumentParser:
-    """A parser for `read_command`."""
-    parser = _Parser(f"titanlite {command}", allow_abbrev=False, add_help=False)
+def config_parser(
+    command: str, doc: str | None, ranks: WholeNumber = RANKS, option: str = "--ranks"
+) -> argparse.ArgumentParser:
+    """A parser for `read_command`, which reads --help: behind CONFIG.toml it is about the configuration."""
+    parser = command_parser(command, doc, add_help=False)
     parser.add_argument(option, type=ranks, default=1)
     return parser
 
@@ -132,4 +134,9 @@ def read_command(parser: argparse.ArgumentParser, words: list[str] | None = None
     All other options are those of the configuration.
     """
     known, rest = parser.parse_known_args(words)
-    return known, *read_words(rest, f"{parser.prog} CONFIG.toml [--ranks N] [--section.key value ...]")
+    return known, *read_words(rest, help_of(parser))
+
+
+def help_of(parser: argparse.ArgumentParser) -> str:
+    """The usage for `read_words`."""
+    return parser.format_help().removeprefix("usage: ").rstrip()

@@ -38,7 +38,7 @@ from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_o
 from titanlite.plan.time import Job
 from titanlite.plan.timeline import events
 from titanlite.registry.family import family_of
-from titanlite.tools.options import LOCAL_RANKS, PREDICTED, Real, WholeNumber, config_parser, new_path, nonempty
+from titanlite.tools.options import LOCAL_RANKS, PREDICTED, Real, WholeNumber, config_parser, help_of, new_path, nonempty
 
 _TRIED = 40  # candidates that `check` sees before the search gives up
 
@@ -51,7 +51,7 @@ class Winner(NamedTuple):
 
 
 def main() -> None:
-    parser = config_parser("plan", PREDICTED, "--gpus")
+    parser = config_parser("plan", __doc__, PREDICTED, "--gpus")
     parser.add_argument("--device", type=nonempty, default="h100", help="a name of devices.toml, or a file of --calibrate")
     parser.add_argument("--nodes-of", type=WholeNumber(1, 1024), default=8, help="GPUs that NVLink connects")
     parser.add_argument("--objective", choices=["tokens_per_second", "memory"], default="tokens_per_second")
@@ -68,7 +68,7 @@ def main() -> None:
         return
     if useless := [option for option in ("--ranks", "--minutes") if option in given]:
         raise UserError(f"{useless[0]}: has no effect without --calibrate; leave the option out")
-    path, config = read_words(words, f"{parser.prog} CONFIG.toml --gpus N --device h100 [--section.key value ...]")
+    path, config = read_words(words, help_of(parser))
     job = read_job(config, words[1:], options.device, options.nodes_of)
     job.device.check(options.device, options.gpus, options.nodes_of)
     for option, file in (("--output", options.output), ("--trace", options.trace)):

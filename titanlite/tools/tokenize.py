@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 from typing import Any
 
 from titanlite.data.prepare.chat import load_template
@@ -18,6 +17,7 @@ from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import read_lines
+from titanlite.launch.layout import cores
 from titanlite.tools.options import WholeNumber, command_parser, existing_folder, new_path, nonempty
 
 _SHOWN = 10  # skipped entries that the terminal lists
@@ -42,8 +42,6 @@ def main() -> None:
         )
     except BadDocument as error:
         raise UserError(f"{error}\n--on-error skip skips such entries, lists them, and continues from here") from None
-    except KeyboardInterrupt:
-        sys.exit(130)
     _report(manifest, options)
 
 
@@ -55,7 +53,7 @@ def _parse() -> argparse.Namespace:
              ".tsv and .parquet hold one document per line, entry or row, a file of text or source code is one")  # fmt: skip
     add("--output", required=True, type=new_path, metavar="DIR", help="a new folder")
     add("--tokenizer", required=True, type=existing_folder, metavar="PATH", help="a folder with tokenizer.json")
-    add("--workers", type=WholeNumber(1, 1024), default=_processors(), metavar="N", help="(default: one per processor)")
+    add("--workers", type=WholeNumber(1, 1024), default=cores(), metavar="N", help="(default: one per processor)")
     add("--text-key", type=nonempty, default="text",
         help='the key or column of the text (default: "text", or "messages" for a chat)')  # fmt: skip
     add("--add-bos", action=argparse.BooleanOptionalAction, help="begin each document with the beginning-of-text token of the "
@@ -65,10 +63,6 @@ def _parse() -> argparse.Namespace:
     add("--on-error", choices=("fail", "skip"), default="fail",
         help="what to do with an entry that is not a document (default: fail); skipped entries are listed")  # fmt: skip
     return parser.parse_args()
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _report(manifest: dict[str, Any], options: argparse.Namespace) -> None:

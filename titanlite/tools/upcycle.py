@@ -30,17 +30,11 @@ class Upcycling(NamedTuple):
     seed: int  # of the routers
 
 
-class Upcycled(NamedTuple):
-    """The MoE model, as a [model] section names it: a flavor of its family with other dimensions."""
+def moe_of(dense: Recognized, wanted: Upcycling) -> Recognized:
+    """The MoE model of a dense model: a flavor of its family with other dimensions.
 
-    name: str
-    flavor: str
-    overrides: dict[str, Any]
-    family: Family
-
-
-def moe_of(dense: Recognized, wanted: Upcycling) -> Upcycled:
-    """The MoE model of a dense model. Raises UserError if its family has none, or lacks a dimension of the dense model."""
+    Raises UserError if the dense family has none, or the MoE family lacks a dimension of the dense model.
+    """
     if dense.name not in _MOE_FAMILIES:
         pairs = ", ".join(f"{name} -> {moe}" for name, moe in _MOE_FAMILIES.items())
         raise UserError(f"--upcycle-experts {wanted.n_experts}: {dense.name} has no MoE family; there are: {pairs}")
@@ -58,7 +52,7 @@ def moe_of(dense: Recognized, wanted: Upcycling) -> Upcycled:
         raise UserError(f"--upcycle-experts {wanted.n_experts} --top-k {wanted.top_k}: {error}") from None
     candidates = ((name, _difference(base, config)) for name, base in module.FLAVORS.items())
     flavor, overrides = min(candidates, key=lambda found: len(found[1]))
-    return Upcycled(name, flavor, overrides, Family(module, config))
+    return Recognized(name, flavor, Family(module, config), overrides)
 
 
 def _difference(base: Any, config: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,6 +30,7 @@ from titanlite.data.tokenizer import (
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import cache_folder, publish, sync_contents
 from titanlite.ground.untrusted import MIB, read_text
+from titanlite.launch.layout import cores
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
         log.info("tokenizing %s, once; kept in %s", path, cache_folder())
         try:
             prepare(
-                [path], folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
+                [path], folder, loaded, append_eos=True, workers=cores(), shard_tokens=10**9, on_error="fail",
                 chat=template, key=f"{key} =",
             )  # fmt: skip
         except BadDocument:  # the corrected text will have another cache key

@@ -29,7 +29,7 @@ def packing_of(path: str) -> str:
     return next((suffix for suffix in PACKINGS if plain_name(path).endswith(suffix)), "")
 
 
-def open_bytes(path: str) -> BinaryIO:
+def open_bytes(path: str) -> contextlib.AbstractContextManager[BinaryIO]:
     """Opens a file or URL for reading. Raises UserError."""
     if not is_url(path):
         return open_file(path)
