@@ -145,6 +145,15 @@ def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
 
 
+def test_text_is_tokenized_again_for_another_end_of_text(tmp_path, assets):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    for end in ("<|endoftext|>", "x"):
+        (assets / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        loaded = load_tokenizer(str(assets))
+        assert loaded.tokenizer.id_to_token(loaded.end_of_text) == end
+        assert _documents(_open(path, assets)) == _expected(loaded)
+
+
 def test_a_damaged_cache_folder_is_created_again(tmp_path, assets, loaded):
     path = write_jsonl(tmp_path / "a.jsonl")
     (_open(path, assets).files[0].prefix.parent / "manifest.json").write_text("{}")
