@@ -95,13 +95,13 @@ def test_a_json_file_of_one_object_is_one_document(tmp_path):
     assert contents(write_packed(tmp_path / "a.json", b"\n \n")) == []
 
 
-@pytest.mark.parametrize(("suffix", "ending"), [("csv.gz", "\n"), ("tsv", "\r\n")])
-def test_a_row_of_csv_is_a_document_as_pyarrow_reads_it(tmp_path, suffix, ending):
+@pytest.mark.parametrize(("suffix", "ending", "quoting"), [("csv.gz", "\n", csv.QUOTE_MINIMAL), ("tsv", "\r\n", csv.QUOTE_ALL)])
+def test_a_row_of_csv_is_a_document_as_pyarrow_reads_it(tmp_path, suffix, ending, quoting):
     delimiter = "\t" if "tsv" in suffix else ","
     texts = ["plain", 'with "quotes", and\ta tab', "two\nlines\n\n", "", "naïve 🙂", "x" * 200_000]
     lines = io.StringIO()
-    writer = csv.writer(lines, delimiter=delimiter, lineterminator=ending)
-    writer.writerows([["id", "text"], *enumerate(texts)])
+    writer = csv.writer(lines, delimiter=delimiter, lineterminator=ending, quoting=quoting)
+    writer.writerows([["text", "id"], *((text, number) for number, text in enumerate(texts))])
     content = b"\xef\xbb\xbf" + lines.getvalue().encode()
     options = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     expected = pyarrow.csv.read_csv(io.BytesIO(content), parse_options=options)["text"].to_pylist()

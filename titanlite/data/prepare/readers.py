@@ -213,6 +213,7 @@ def _csv(part: InputRange, text_key: str, delimiter: str) -> Iterator[Document |
 def _csv_rows(lines: Iterator[bytes], text_key: str, delimiter: str) -> Iterator[Document | Bad]:
     """The rows below the header, each with the line that it begins on; a field in double quotes may have several lines."""
     csv.field_size_limit(2**31 - 1)  # for the whole process; a field may be a book
+    lines = itertools.chain([next(lines, b"").removeprefix(_BOM)], lines)  # else a quote behind it would begin no field
     text = (line.decode("utf-8", "surrogateescape") for line in lines)  # so that a bad byte affects its row alone
     rows = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] = []
@@ -226,7 +227,7 @@ def _csv_rows(lines: Iterator[bytes], text_key: str, delimiter: str) -> Iterator
             yield Bad(line, f"not CSV: {error}")
             continue
         if not header:
-            header = [name.removeprefix("\ufeff") for name in row]
+            header = row
             if header and text_key not in header:
                 yield Bad(None, f'must have a column "{text_key}"; its first line has {_names(header)}')
                 return
