@@ -160,6 +160,21 @@ def test_parquet_chats_are_lists_of_messages(tmp_path):
     assert [(found.content, found.tools) for found in read_all(path)] == [(CHAT, [{"name": "add"}]), (CHAT, None)]
 
 
+def test_a_chat_of_a_table_has_the_keys_that_it_has_as_a_line(tmp_path, hub_cache):
+    """Arrow gives all objects of a column the same keys, such as the arguments of every function that any chat calls."""
+    chats, tools = [], []
+    for arguments in ({"a": 1}, {"b": ["x"]}):
+        chats.append([*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": arguments}]}])
+        tools.append([{"name": "f", "parameters": arguments}])
+    (tmp_path / "hub").mkdir()
+    lines = "\n".join(json.dumps({"messages": chat, "tools": tool}) for chat, tool in zip(chats, tools, strict=True))
+    as_lines = write_packed(tmp_path / "hub" / "a.jsonl", lines.encode())
+    table = write_table(tmp_path / "a.parquet", messages=chats, tools=tools)
+    saved = save_dataset(tmp_path / "saved", messages=chats, tools=tools)
+    for name in (as_lines, table, saved, f"hub:{tmp_path / 'hub'}"):
+        assert [(found.content, found.tools) for found in read_all(name)] == list(zip(chats, tools, strict=True))
+
+
 def test_a_saved_dataset_is_read_by_rows(tmp_path):
     folder = save_dataset(tmp_path / "saved", text=[f"row {row}" for row in range(3000)])
     assert len(list_inputs([str(folder)])[0].parts) > 1

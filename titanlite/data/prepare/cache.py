@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Cached = TypeVar("Cached")
 
-_VERSION = "4"  # part of every cache key: increment it when the same files give other tokens
+_VERSION = "5"  # part of every cache key: increment it when the same files give other tokens
 _SOURCE = 64 * MIB  # the largest file of the standard library
 
 
