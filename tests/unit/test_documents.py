@@ -219,6 +219,25 @@ def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_p
         list_inputs([f"{url}{tmp_path}{name}"])
 
 
+@pytest.mark.parametrize(("name", "left_out"), [("", ["link"]), ("/*", ["folder", "link"]), ("/**/*", [])])
+def test_folders_that_are_not_walked_are_named_and_links_that_lead_nowhere_are_refused(tmp_path, name, left_out):
+    (tmp_path / "elsewhere").mkdir()
+    inputs = tmp_path / "inputs"
+    (inputs / "folder").mkdir(parents=True)
+    for path in ("elsewhere/1.txt", "inputs/2.txt", "inputs/folder/3.txt"):
+        (tmp_path / path).write_text("text")
+    (inputs / "link").symlink_to(tmp_path / "elsewhere")
+    warnings: list[str] = []
+    list_inputs([f"{inputs}{name}"], "--input", warnings.append)
+    assert [line.rpartition("/")[2] for text in warnings for line in text.splitlines()[1:]] == left_out
+    (inputs / "4.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"4\.txt: is missing"):
+        list_inputs([f"{inputs}{name}"])
+    (tmp_path / "unmounted").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no such file or folder"):
+        list_inputs([str(tmp_path / "unmounted")])
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("c4", "hub:allenai/c4:en"), ("openai/gsm8k", "hub:openai/gsm8k"), ("nowhere", '"stdlib" is the built-in data')],

@@ -94,9 +94,10 @@ def _find(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
         if os.path.exists(path):
             _refuse_unknown(path, key)
             return [_find_file(path)]
-        matches = sorted(glob.glob(path, recursive=True))  # a folder among them is not walked: "**" matches its files anyway
+        matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []  # not a link that leads nowhere
         datasets = {match for match in matches if _is_dataset(match)}
-        files = [match for match in matches if os.path.isfile(match)]
+        # a folder among them is not walked: it is left out by name, except with "**", which matches its files too
+        files = [match for match in matches if match not in datasets and not ("**" in path and os.path.isdir(match))]
         chosen = datasets.union(_known(files, name, key, warn, bool(datasets)))
         inputs = [_find_dataset(match) if match in datasets else _find_file(match) for match in matches if match in chosen]
     except OSError as error:
@@ -134,7 +135,8 @@ def _find_in_folder(path: Path, key: str, warn: Callable[[str], object]) -> list
         raise UserError(f"{key} {path}: has the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
     # without hidden files, and those of hidden folders: a clone brings .git, a download .cache
     visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    files = [str(file) for file in sorted(visible) if file.is_file()]
+    # a link to a folder is not followed, and one may lead nowhere: they are left out by name, or refused
+    files = [str(file) for file in sorted(visible) if file.is_file() or file.is_symlink()]
     if not files:
         raise UserError(f"{key} {path}: the folder has no files")
     return [_find_file(file) for file in _known(files, str(path), key, warn)]
