@@ -103,7 +103,7 @@ def test_text_becomes_documents_that_end_with_the_end_of_text(tmp_path, assets, 
         (tmp_path / "texts" / f"{number:03d}.py").write_text(text)
     source = _open(tmp_path / "texts", assets)
     assert _documents(source) == _expected(loaded)
-    assert source.manifest is not None  # so that its ids are not checked again
+    assert source.manifest is not None
     assert (source.name, source.files[0].ids.dtype) == ("texts", np.uint16)
 
 
@@ -168,6 +168,16 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_to_set(tmp_
         _open(write_jsonl(tmp_path / "a.jsonl"), assets)
 
 
+def test_text_is_tokenized_by_as_many_workers_as_this_process_may_use_processors(tmp_path, assets, monkeypatch):
+    make, workers = cache.prepare, []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(
+        cache, "prepare", lambda *given, **options: workers.append(options["workers"]) or make(*given, **options)
+    )
+    _open(write_jsonl(tmp_path / "a.jsonl"), assets)
+    assert workers == [1]
+
+
 def test_two_programs_at_once_make_tokens_once(tmp_path, assets, loaded, monkeypatch):
     """Two threads, which open the lock file each for itself as two processes do."""
     path, make, made, ready, answers = write_jsonl(tmp_path / "a.jsonl"), cache.prepare, [], threading.Barrier(2), []
@@ -225,7 +235,7 @@ def test_fingerprint_of_foreign_files_follows_their_content_and_not_their_name(t
 
     def fingerprint(name: str, documents: list[list[int]], losses: list[list[bool]] | None = None) -> str:
         source = _open(write_file(tmp_path / name, documents, losses=losses).prefix, assets)
-        assert source.manifest is None  # so that its ids are checked
+        assert source.manifest is None
         return source.fingerprint
 
     same = {fingerprint(name, documents) for name in ("a", "b")}

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from titanlite.data.prepare.chat import load_template
-from titanlite.data.prepare.encode import Skipped
+from titanlite.data.prepare.encode import Skipped, processors
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.tokenizer import load_tokenizer
@@ -55,7 +55,7 @@ def _parse() -> argparse.Namespace:
              ".tsv and .parquet hold one document per line, entry or row, a file of text or source code is one")  # fmt: skip
     add("--output", required=True, type=new_path, metavar="DIR", help="a new folder")
     add("--tokenizer", required=True, type=existing_folder, metavar="PATH", help="a folder with tokenizer.json")
-    add("--workers", type=WholeNumber(1, 1024), default=_processors(), metavar="N", help="(default: one per processor)")
+    add("--workers", type=WholeNumber(1, 1024), default=processors(), metavar="N", help="(default: one per processor)")
     add("--text-key", type=nonempty, default="text",
         help='the key or column of the text (default: "text", or "messages" for a chat)')  # fmt: skip
     add("--add-bos", action=argparse.BooleanOptionalAction, help="begin each document with the beginning-of-text token of the "
@@ -65,10 +65,6 @@ def _parse() -> argparse.Namespace:
     add("--on-error", choices=("fail", "skip"), default="fail",
         help="what to do with an entry that is not a document (default: fail); skipped entries are listed")  # fmt: skip
     return parser.parse_args()
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _report(manifest: dict[str, Any], options: argparse.Namespace) -> None:

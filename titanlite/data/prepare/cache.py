@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.documents import list_inputs, stdlib_files
+from titanlite.data.prepare.encode import processors
 from titanlite.data.prepare.manifest import read_manifest
 from titanlite.data.prepare.packing import pack_file
 from titanlite.data.prepare.prepare import prepare
@@ -54,7 +54,7 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
         log.info("tokenizing %s, once; kept in %s", path, cache_folder())
         try:
             prepare(
-                [path], folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
+                [path], folder, loaded, append_eos=True, workers=processors(), shard_tokens=10**9, on_error="fail",
                 chat=template, key=f"{key} =",
             )  # fmt: skip
         except BadDocument:  # the corrected text will have another cache key

@@ -74,6 +74,11 @@ class Record(FileSchema):
     skipped: list[Skipped]
 
 
+def processors() -> int:
+    """Those that this process may use; in a container or a Slurm job, the machine may have more."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def open_record(folder: Path) -> Record:
     """The record in the folder of a finished unit."""
     return Record(**read_json(folder / "record.json", Record, _LIMIT))
