@@ -34,7 +34,7 @@ class TokenSource(NamedTuple):
     name: str
     files: list[TokenFile]
     fingerprint: str  # equal fingerprints mean equal tokens; for foreign files only with high probability
-    manifest: dict[str, Any] | None  # None: foreign files, whose ids are checked as they are read
+    manifest: dict[str, Any] | None  # None: files of another tool
     rows: Sequence[Rows] = ()  # of each file
     ends: Sequence[int] = ()  # cumulative rows of the files
 
