@@ -182,6 +182,20 @@ def test_a_saved_dataset_is_read_by_rows(tmp_path):
     assert contents(tmp_path / "sav*") == contents(folder)
 
 
+def test_a_folder_of_saved_datasets_is_refused_with_their_names_and_without_any_as_one_without_files(tmp_path):
+    """`save_to_disk` of several splits writes dataset_dict.json, and then a folder for each."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+    with pytest.raises(UserError, match="no file of a known kind"):  # the command was killed
+        list_inputs([str(folder)])
+    for split in ("train", "test"):
+        save_dataset(folder / split, text=[split])
+    with pytest.raises(UserError, match=f"test, train; name one, such as {folder / 'test'}"):
+        list_inputs([str(folder)])
+    assert contents(folder / "test") == ["test"]
+
+
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 

@@ -21,7 +21,8 @@ STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SMALLEST, _LARGEST = MIB // 2, 32 * MIB  # bytes of a unit of work
 _UNITS = 128  # the number of units for a small input, so that every worker gets several
-_ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_info", "dataset_infos"}  # files about the data
+# files about the data
+_ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_dict", "dataset_info", "dataset_infos"}
 _NAMED_AT_MOST = 50  # files left out that one message names
 
 
@@ -130,9 +131,8 @@ def _known(files: list[str], name: str, key: str, warn: Callable[[str], object],
 def _find_in_folder(path: Path, key: str, warn: Callable[[str], object]) -> list[_Entry]:
     if _is_dataset(str(path)):
         return [_find_dataset(str(path))]
-    if (path / "dataset_dict.json").is_file():
-        splits = sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder)))
-        raise UserError(f"{key} {path}: has the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
+    if saved := sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder))):  # the splits of one, or several
+        raise UserError(f"{key} {path}: holds the datasets {', '.join(saved)}; name one, such as {path / saved[0]}")
     # without hidden files, and those of hidden folders: a clone brings .git, a download .cache
     visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
     # a link to a folder is not followed, and one may lead nowhere: they are left out by name, or refused
