@@ -95,13 +95,13 @@ def test_a_json_file_of_one_object_is_one_document(tmp_path):
     assert contents(write_packed(tmp_path / "a.json", b"\n \n")) == []
 
 
-@pytest.mark.parametrize(("suffix", "ending"), [("csv.gz", "\n"), ("tsv", "\r\n")])
-def test_a_row_of_csv_is_a_document_as_pyarrow_reads_it(tmp_path, suffix, ending):
+@pytest.mark.parametrize(("suffix", "ending", "quoting"), [("csv.gz", "\n", csv.QUOTE_MINIMAL), ("tsv", "\r\n", csv.QUOTE_ALL)])
+def test_a_row_of_csv_is_a_document_as_pyarrow_reads_it(tmp_path, suffix, ending, quoting):
     delimiter = "\t" if "tsv" in suffix else ","
     texts = ["plain", 'with "quotes", and\ta tab', "two\nlines\n\n", "", "naïve 🙂", "x" * 200_000]
     lines = io.StringIO()
-    writer = csv.writer(lines, delimiter=delimiter, lineterminator=ending)
-    writer.writerows([["id", "text"], *enumerate(texts)])
+    writer = csv.writer(lines, delimiter=delimiter, lineterminator=ending, quoting=quoting)
+    writer.writerows([["text", "id"], *((text, number) for number, text in enumerate(texts))])
     content = b"\xef\xbb\xbf" + lines.getvalue().encode()
     options = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     expected = pyarrow.csv.read_csv(io.BytesIO(content), parse_options=options)["text"].to_pylist()
@@ -160,11 +160,40 @@ def test_parquet_chats_are_lists_of_messages(tmp_path):
     assert [(found.content, found.tools) for found in read_all(path)] == [(CHAT, [{"name": "add"}]), (CHAT, None)]
 
 
+def test_a_chat_of_a_table_has_the_keys_that_it_has_as_a_line(tmp_path, hub_cache):
+    """Arrow gives all objects of a column the same keys, such as the arguments of every function that any chat calls."""
+    chats, tools = [], []
+    for arguments in ({"a": 1}, {"b": ["x"]}):
+        chats.append([*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": arguments}]}])
+        tools.append([{"name": "f", "parameters": arguments}])
+    (tmp_path / "hub").mkdir()
+    lines = "\n".join(json.dumps({"messages": chat, "tools": tool}) for chat, tool in zip(chats, tools, strict=True))
+    as_lines = write_packed(tmp_path / "hub" / "a.jsonl", lines.encode())
+    table = write_table(tmp_path / "a.parquet", messages=chats, tools=tools)
+    saved = save_dataset(tmp_path / "saved", messages=chats, tools=tools)
+    for name in (as_lines, table, saved, f"hub:{tmp_path / 'hub'}"):
+        assert [(found.content, found.tools) for found in read_all(name)] == list(zip(chats, tools, strict=True))
+
+
 def test_a_saved_dataset_is_read_by_rows(tmp_path):
     folder = save_dataset(tmp_path / "saved", text=[f"row {row}" for row in range(3000)])
     assert len(list_inputs([str(folder)])[0].parts) > 1
     assert contents(folder) == [f"row {row}" for row in range(3000)]
     assert contents(tmp_path / "sav*") == contents(folder)
+
+
+def test_a_folder_of_saved_datasets_is_refused_with_their_names_and_without_any_as_one_without_files(tmp_path):
+    """`save_to_disk` of several splits writes dataset_dict.json, and then a folder for each."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+    with pytest.raises(UserError, match="no file of a known kind"):  # the command was killed
+        list_inputs([str(folder)])
+    for split in ("train", "test"):
+        save_dataset(folder / split, text=[split])
+    with pytest.raises(UserError, match=f"test, train; name one, such as {folder / 'test'}"):
+        list_inputs([str(folder)])
+    assert contents(folder / "test") == ["test"]
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -202,6 +231,25 @@ def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_p
     (tmp_path / "data.jsonl").unlink()
     with pytest.raises(UserError, match="has no file of a known kind"):
         list_inputs([f"{url}{tmp_path}{name}"])
+
+
+@pytest.mark.parametrize(("name", "left_out"), [("", ["link"]), ("/*", ["folder", "link"]), ("/**/*", [])])
+def test_folders_that_are_not_walked_are_named_and_links_that_lead_nowhere_are_refused(tmp_path, name, left_out):
+    (tmp_path / "elsewhere").mkdir()
+    inputs = tmp_path / "inputs"
+    (inputs / "folder").mkdir(parents=True)
+    for path in ("elsewhere/1.txt", "inputs/2.txt", "inputs/folder/3.txt"):
+        (tmp_path / path).write_text("text")
+    (inputs / "link").symlink_to(tmp_path / "elsewhere")
+    warnings: list[str] = []
+    list_inputs([f"{inputs}{name}"], "--input", warnings.append)
+    assert [line.rpartition("/")[2] for text in warnings for line in text.splitlines()[1:]] == left_out
+    (inputs / "4.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"4\.txt: is missing"):
+        list_inputs([f"{inputs}{name}"])
+    (tmp_path / "unmounted").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no such file or folder"):
+        list_inputs([str(tmp_path / "unmounted")])
 
 
 @pytest.mark.parametrize(

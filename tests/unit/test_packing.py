@@ -72,6 +72,14 @@ def test_rows_are_packed_once_for_each_length(tmp_path, monkeypatch):
     assert {length: _rows(open_packing(file, "f", length)) for length in (6, 8)} == first
 
 
+def test_the_first_rows_are_a_sample_of_all(tmp_path):
+    """Validation reads them, and best-fit places the longest pieces first."""
+    file = write_file(tmp_path / "a", [[1] * n for n in [9] * 100 + [3] * 300])
+    rows = _rows(open_packing(file, "f", 8))
+    assert len(rows) == 200
+    assert 30 < sum(len(row) == 1 for row in rows[:100]) < 70
+
+
 def test_rows_of_other_content_or_of_another_file_are_packed_again(tmp_path):
     prints = [("a", "f", [5, 4, 3]), ("a", "g", [4, 4, 4]), ("b", "g", [2, 2, 2])]
     for name, fingerprint, lengths in prints:

@@ -103,7 +103,7 @@ def test_text_becomes_documents_that_end_with_the_end_of_text(tmp_path, assets, 
         (tmp_path / "texts" / f"{number:03d}.py").write_text(text)
     source = _open(tmp_path / "texts", assets)
     assert _documents(source) == _expected(loaded)
-    assert source.manifest is not None  # so that its ids are not checked again
+    assert source.manifest is not None
     assert (source.name, source.files[0].ids.dtype) == ("texts", np.uint16)
 
 
@@ -145,6 +145,15 @@ def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
 
 
+def test_text_is_tokenized_again_for_another_end_of_text(tmp_path, assets):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    for end in ("<|endoftext|>", "x"):
+        (assets / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        loaded = load_tokenizer(str(assets))
+        assert loaded.tokenizer.id_to_token(loaded.end_of_text) == end
+        assert _documents(_open(path, assets)) == _expected(loaded)
+
+
 def test_a_damaged_cache_folder_is_created_again(tmp_path, assets, loaded):
     path = write_jsonl(tmp_path / "a.jsonl")
     (_open(path, assets).files[0].prefix.parent / "manifest.json").write_text("{}")
@@ -157,6 +166,16 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_to_set(tmp_
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="set TITANLITE_CACHE to another folder"):
         _open(write_jsonl(tmp_path / "a.jsonl"), assets)
+
+
+def test_text_is_tokenized_by_as_many_workers_as_this_process_may_use_processors(tmp_path, assets, monkeypatch):
+    make, workers = cache.prepare, []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(
+        cache, "prepare", lambda *given, **options: workers.append(options["workers"]) or make(*given, **options)
+    )
+    _open(write_jsonl(tmp_path / "a.jsonl"), assets)
+    assert workers == [1]
 
 
 def test_two_programs_at_once_make_tokens_once(tmp_path, assets, loaded, monkeypatch):
@@ -216,7 +235,7 @@ def test_fingerprint_of_foreign_files_follows_their_content_and_not_their_name(t
 
     def fingerprint(name: str, documents: list[list[int]], losses: list[list[bool]] | None = None) -> str:
         source = _open(write_file(tmp_path / name, documents, losses=losses).prefix, assets)
-        assert source.manifest is None  # so that its ids are checked
+        assert source.manifest is None
         return source.fingerprint
 
     same = {fingerprint(name, documents) for name in ("a", "b")}

@@ -15,7 +15,7 @@ from titanlite.config.schema import Config, Training
 from titanlite.data import timeline
 from titanlite.data.order import MIXTURE, interleave, permute, sample_at
 from titanlite.data.own import ENDLESS, OwnSource, open_own
-from titanlite.data.samples import Arrays, fill, fill_with_padding
+from titanlite.data.samples import Arrays, fill
 from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.timeline import Mixture, Segment, Timeline
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
@@ -139,7 +139,7 @@ class Data:
             if note is not None:
                 note[0] = at
             if sample == PADDING:
-                fill_with_padding(arrays, at)
+                fill(arrays, at, [], np.empty(0, np.int64), None)  # no pieces, of no ids
                 continue
             held = self.sources[source]
             if isinstance(held, OwnSource):

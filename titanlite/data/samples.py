@@ -96,10 +96,3 @@ def fill(batch: Arrays, at: int, pieces: list[Piece], ids: np.ndarray, loss: np.
         tokens[start:] = 0
         if counted is not None:
             counted[start:] = False
-
-
-def fill_with_padding(batch: Arrays, at: int) -> None:
-    """Writes all of row `at` of a batch: a row without labels."""
-    for array in batch:
-        if array is not None:
-            array[at] = 0

@@ -34,7 +34,7 @@ class TokenSource(NamedTuple):
     name: str
     files: list[TokenFile]
     fingerprint: str  # equal fingerprints mean equal tokens; for foreign files only with high probability
-    manifest: dict[str, Any] | None  # None: foreign files, whose ids are checked as they are read
+    manifest: dict[str, Any] | None  # None: files of another tool
     rows: Sequence[Rows] = ()  # of each file
     ends: Sequence[int] = ()  # cumulative rows of the files
 
@@ -44,7 +44,10 @@ class TokenSource(NamedTuple):
         for file in self.files:
             packing = open_packing(file, self.fingerprint, length) if policy == "best_fit" else None
             rows.append(rows_of(file, length, policy, training.document_mask, packing))
-        found = self._replace(rows=rows, ends=list(itertools.accumulate(part.count for part in rows)))
+        # rows of titanlite 0.3 had another order: a run that continues them must be asked, as for another text
+        fingerprint = digest(self.fingerprint, "rows in a random order") if policy == "best_fit" else self.fingerprint
+        ends = list(itertools.accumulate(part.count for part in rows))
+        found = self._replace(fingerprint=fingerprint, rows=rows, ends=ends)
         if not found.kept:
             raise UserError(f"training.seq_len = {length}: {key}: {self.name} has {self.tokens:,} tokens, not one whole sample")
         return found

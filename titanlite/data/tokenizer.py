@@ -90,10 +90,9 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     """
     path = Path(folder) / "tokenizer.json"
     try:
-        text = read_text(path, _LIMIT)
+        tokenizer = read_tokenizer(path)
     except Absent:
         raise UserError(f'{key} "{folder}": there is no tokenizer.json in it') from None
-    tokenizer = _parse(text, path)
     # the file may ask for the lengths of another model's batches, which would truncate or pad documents
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -120,18 +119,9 @@ def refusing(kind: type[ValueError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {error}") from None
 
 
-def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """The ids of texts without special tokens. Raises ValueError."""
-    with refusing(ValueError, "the tokenizer cannot encode it"):
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a file of titanlite's own. Raises UserError."""
-    return _parse(read_text(path, _LIMIT), path)
-
-
-def _parse(text: str, path: Path) -> Tokenizer:
+    """The tokenizer of a file, with its settings. Raises UserError."""
+    text = read_text(path, _LIMIT)
     with refusing(UserError, f"{path}: not a tokenizer"), reading(path):
         return Tokenizer.from_str(text)
 

@@ -117,8 +117,7 @@ def _show_sample(
     rows, row = source.locate(sample)
     yield f"=== sample {number:,} (data rank {part}): {source.name}, {rows.file.prefix}.bin, row {row:,}"
     for first, length in rows.pieces(row):
-        begin, end = rows.file.document_at(first), rows.file.document_at(first + length - 1)
-        edges = rows.file.boundaries(begin, end + 1).tolist()
+        begin, edges = rows.file.documents_of(first, first + length - 1)
         for document, (start, stop) in enumerate(itertools.pairwise(edges), begin):
             here = slice(max(first, start), min(first + length, stop))
             if here.start >= here.stop:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Cached = TypeVar("Cached")
 
-_VERSION = "3"  # part of every cache key: increment it when the same files give other tokens
+_VERSION = "5"  # part of every cache key: increment it when the same files give other tokens
 _SOURCE = 64 * MIB  # the largest file of the standard library
 
 
@@ -47,7 +47,8 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
     """
     stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
     template = load_template(assets) if assets else None
-    name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", str(loaded.beginning), *stamps)
+    edges = str([loaded.beginning, loaded.end_of_text])  # which tokenizer_config.json decides, not tokenizer.json alone
+    name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", edges, *stamps)
 
     def make(folder: Path) -> None:
         log.info("tokenizing %s, once; kept in %s", path, cache_folder())

@@ -21,7 +21,8 @@ STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SMALLEST, _LARGEST = MIB // 2, 32 * MIB  # bytes of a unit of work
 _UNITS = 128  # the number of units for a small input, so that every worker gets several
-_ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_info", "dataset_infos"}  # files about the data
+# files about the data
+_ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_dict", "dataset_info", "dataset_infos"}
 _NAMED_AT_MOST = 50  # files left out that one message names
 
 
@@ -94,9 +95,10 @@ def _find(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
         if os.path.exists(path):
             _refuse_unknown(path, key)
             return [_find_file(path)]
-        matches = sorted(glob.glob(path, recursive=True))  # a folder among them is not walked: "**" matches its files anyway
+        matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []  # not a link that leads nowhere
         datasets = {match for match in matches if _is_dataset(match)}
-        files = [match for match in matches if os.path.isfile(match)]
+        # a folder among them is not walked: it is left out by name, except with "**", which matches its files too
+        files = [match for match in matches if match not in datasets and not ("**" in path and os.path.isdir(match))]
         chosen = datasets.union(_known(files, name, key, warn, bool(datasets)))
         inputs = [_find_dataset(match) if match in datasets else _find_file(match) for match in matches if match in chosen]
     except OSError as error:
@@ -129,12 +131,12 @@ def _known(files: list[str], name: str, key: str, warn: Callable[[str], object],
 def _find_in_folder(path: Path, key: str, warn: Callable[[str], object]) -> list[_Entry]:
     if _is_dataset(str(path)):
         return [_find_dataset(str(path))]
-    if (path / "dataset_dict.json").is_file():
-        splits = sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder)))
-        raise UserError(f"{key} {path}: has the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
+    if saved := sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder))):  # the splits of one, or several
+        raise UserError(f"{key} {path}: holds the datasets {', '.join(saved)}; name one, such as {path / saved[0]}")
     # without hidden files, and those of hidden folders: a clone brings .git, a download .cache
     visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    files = [str(file) for file in sorted(visible) if file.is_file()]
+    # a link to a folder is not followed, and one may lead nowhere: they are left out by name, or refused
+    files = [str(file) for file in sorted(visible) if file.is_file() or file.is_symlink()]
     if not files:
         raise UserError(f"{key} {path}: the folder has no files")
     return [_find_file(file) for file in _known(files, str(path), key, warn)]

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from titanlite.data.prepare.readers import Bad, BadDocument, Document, InputRange, describe_location, read, where
 from titanlite.data.prepare.shards import TokenWriter
-from titanlite.data.tokenizer import encode_texts
+from titanlite.data.tokenizer import refusing
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import sync, sync_contents
 from titanlite.ground.untrusted import MIB, Count, FileSchema, read_json
@@ -239,13 +239,15 @@ class _Encoder:
     def _encode_texts(self, texts: list[Document]) -> list[_Encoded | Bad]:
         """Encodes texts in one call, which is much faster. If it fails, encodes them one by one to find the text at fault."""
         try:
-            encoded = encode_texts(self.tokenizer, [str(entry.content) for entry in texts])
+            with refusing(ValueError, "the tokenizer cannot encode it"):
+                contents = [str(entry.content) for entry in texts]
+                encodings = self.tokenizer.encode_batch_fast(contents, add_special_tokens=False)
         except ValueError as error:
             if len(texts) == 1:
                 return [Bad(texts[0].location, str(error))]
             return [result for entry in texts for result in self._encode_texts([entry])]
         end = [] if self.job.end_of_text is None else [self.job.end_of_text]
-        return [([*self.job.beginning, *ids, *end], None) for ids in encoded]
+        return [([*self.job.beginning, *encoding.ids, *end], None) for encoding in encodings]
 
     def _encode_chat(self, entry: Document) -> _Encoded | Bad:
         beginning = self.job.beginning

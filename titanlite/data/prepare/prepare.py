@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 1  # of the manifest
-_PLAN_FORMAT = 2  # increment it when the same plan gives other token files
+_PLAN_FORMAT = 3  # increment it when the same plan gives other token files
 _LIMIT = 1024 * MIB  # of the plan of a million inputs: 100 MiB
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 

@@ -213,6 +213,7 @@ def _csv(part: InputRange, text_key: str, delimiter: str) -> Iterator[Document |
 def _csv_rows(lines: Iterator[bytes], text_key: str, delimiter: str) -> Iterator[Document | Bad]:
     """The rows below the header, each with the line that it begins on; a field in double quotes may have several lines."""
     csv.field_size_limit(2**31 - 1)  # for the whole process; a field may be a book
+    lines = itertools.chain([next(lines, b"").removeprefix(_BOM)], lines)  # else a quote behind it would begin no field
     text = (line.decode("utf-8", "surrogateescape") for line in lines)  # so that a bad byte affects its row alone
     rows = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] = []
@@ -226,7 +227,7 @@ def _csv_rows(lines: Iterator[bytes], text_key: str, delimiter: str) -> Iterator
             yield Bad(line, f"not CSV: {error}")
             continue
         if not header:
-            header = [name.removeprefix("\ufeff") for name in row]
+            header = row
             if header and text_key not in header:
                 yield Bad(None, f'must have a column "{text_key}"; its first line has {_names(header)}')
                 return
@@ -375,7 +376,7 @@ def _columns(names: list[str], text_key: str) -> list[str]:
 def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
     try:
         for row, entry in enumerate(batch.to_pylist(), first):
-            yield _document(row, entry, text_key)
+            yield _row(row, entry, text_key)
     except (ValueError, OverflowError) as error:  # invalid text, or a date outside of Python's range
         if batch.num_rows == 1:
             what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
@@ -383,6 +384,21 @@ def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
         else:  # one of the rows has the fault
             for number in range(batch.num_rows):
                 yield from _rows(batch.slice(number, 1), first + number, text_key)
+
+
+def _row(row: int, entry: Any, text_key: str) -> Document | Bad:
+    """The document of a row. A column gives each object of its chats the keys of all, null where it had none of its own."""
+    found = _document(row, entry, text_key)
+    if isinstance(found, Document) and isinstance(found.content, list):
+        found = Document(row, _without_nulls(found.content), _without_nulls(found.tools))
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        # as in OpenAI's format, a message that only calls functions has "content": null
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None or key == "content"}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _dataset(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
@@ -400,7 +416,7 @@ def _dataset(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
 def _hub(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
     stream, _ = open_hub(part.path)
     for row, entry in enumerate(stream.shard(num_shards=stream.num_shards, index=part.begin)):
-        yield _document(row, entry, text_key)
+        yield _row(row, entry, text_key)
 
 
 KINDS = {  # reader: the suffixes of its files, in lower case
