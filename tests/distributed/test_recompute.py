@@ -48,14 +48,15 @@ def test_no_asynchronous_tensor_enters_a_compiled_block_and_the_embedding_has_it
 # ----------------------------------------------------------------------------------------------------------------- memory
 
 
-def saved_bytes(mode: dict[str, object], backend: str | None, keep: bool = False) -> tuple[int, int]:
+def saved_bytes(
+    mode: dict[str, object], backend: str | None, keep: bool = False, name: str = "tests.tiny", flavor: str = "deep"
+) -> tuple[int, int]:
     """(bytes that the blocks keep between forward and backward pass, compiled graphs)."""
-    config = config_of(
-        {}, "deep", activation_checkpoint=mode, compile={"enable": backend is not None, "backend": backend or "eager"}
-    )
+    compiler = {"enable": backend is not None, "backend": backend or "eager"}
+    config = config_of({}, model={"name": name, "flavor": flavor}, activation_checkpoint=mode, compile=compiler)
     torch._dynamo.reset()
     counters.clear()
-    family = load_family("tests.tiny", "deep")
+    family = load_family(name, flavor)
     if keep:
         family = Family(SimpleNamespace(**vars(family.module), KEEP=(torch.ops.aten.silu.default,)), family.config)
     model = build_model(family, config, mesh_of({}), CPU)
@@ -87,6 +88,15 @@ def test_every_second_matrix_product_of_a_block_is_kept(pools):
     kept = _measured(pools[1])
     products = 4 * GLOBAL_BATCH * 32 * (64 + 32 + 96 + 64) * 4  # layers x sequences x tokens x (wq, wv, w1, w2) x bytes
     assert kept["per operation"] - kept["full"] >= products
+
+
+def test_matmuls_with_a_bias_are_kept_like_others(pools):
+    """Of Qwen 2, the projections of queries, keys and values were all recomputed."""
+    model = {"name": "tests.tiny_qwen3", "flavor": "biased"}
+    modes = MODES["per operation"], MODES["full"]
+    kept = [pools[1].run(f"{HERE}:saved_bytes", mode=mode, backend=None, **model)[0][0] for mode in modes]
+    products = 2 * GLOBAL_BATCH * 32 * (128 + 64 + 96 + 64) * 4  # layers x sequences x tokens x (wq, wv, w1, w2) x bytes
+    assert kept[0] - kept[1] >= products
 
 
 def test_a_models_own_table_adds_to_what_is_kept(pools):

@@ -50,7 +50,8 @@ KEPT_OPERATIONS = (
     collectives.reduce_scatter_tensor.default,
     collectives.all_reduce.default,
 )
-_MATMULS = (_aten.mm.default, _aten.linear.default, _aten.mm.dtype)  # the last one is the router's on CUDA
+# The second one has a bias; the last one is the router's on CUDA.
+_MATMULS = (_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten.mm.dtype)
 
 
 def checkpoint_operations(model: Decoder, kept: tuple[Any, ...], rank: int | None = None) -> None:
