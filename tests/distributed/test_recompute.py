@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import profile
 
 from benchmarks.recompute import kept_bytes
+from models import llama3
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, first_microbatch, mesh_of
 from titanlite.ground.torch_private import set_memory_budget
@@ -104,6 +105,32 @@ def test_a_models_own_table_adds_to_what_is_kept(pools):
     more, _ = pools[1].run(f"{HERE}:saved_bytes", mode=MODES["per operation"], backend=None, keep=True)[0]
     silu = 4 * GLOBAL_BATCH * 32 * 96 * 4  # layers x sequences x tokens x features x bytes
     assert more - without == silu
+
+
+def of_shared_layers(keys: dict[str, object]) -> tuple[float, float]:
+    """(loss, norm of a gradient) of a fork whose blocks have one feed-forward layer, in bfloat16."""
+
+    class Model(llama3.Model):
+        def __init__(self, config: llama3.Config):
+            super().__init__(config)
+            for layer in self.layers.values():
+                layer.ffn = self.layers["0"].ffn
+
+    config = config_of({}, training={"mixed_precision_param": "bfloat16"}, activation_checkpoint=keys)
+    family = family_of(config.model)
+    family = Family(SimpleNamespace(**{**vars(family.module), "Model": Model}), family.config)
+    model = build_model(family, config, mesh_of({}), CPU)
+    loss = summed_loss(model, first_microbatch(config, mesh_of({})))
+    loss.backward()
+    return loss.item(), model.layers["0"].ffn.w1.weight.grad.norm().item()
+
+
+def test_a_feed_forward_layer_that_blocks_share_computes_in_parts(pools):
+    """In one process, each block cast its parameters before the layer did."""
+    whole, parts = (
+        pools[1].run(f"{HERE}:of_shared_layers", keys={"mode": "full", "sequence_chunks": count})[0] for count in (1, 4)
+    )
+    assert parts == pytest.approx(whole, rel=0.01)  # in bfloat16
 
 
 # ------------------------------------------------------------------------------------------------------- random numbers

@@ -77,7 +77,7 @@ def checkpoint_blocks(model: Decoder, every: int, offload: Offload | None = None
 
 def feed_forward(model: Decoder) -> list[nn.Module]:
     """The layers that `chunk_feed_forward` changes."""
-    return [module for block in blocks_of(model) for module in block.modules() if isinstance(module, SwiGLU)]
+    return [module for module in nn.ModuleList(blocks_of(model)).modules() if isinstance(module, SwiGLU)]  # each once
 
 
 def unchunkable(model: Decoder) -> str:
