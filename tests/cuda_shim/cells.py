@@ -144,8 +144,8 @@ _ON: dict[str, tuple[str, ...]] = {
     "FSDP 8": ("float32", "windows", "float8, compiled", "Muon"),
     "FSDP 4 x TP 2": (
         *("float16", "bfloat16 parameters", "full, compiled", "per operation, compiled", "full, offload, compiled"),
-        *("document_mask", "document_mask, MTP modules, compiled", "LoRA", "float8", "foreach", "for-loop", "cpu_offload"),
-        *("mixture, compiled", "EMA"),
+        *("document_mask", "document_mask, MTP modules, compiled", "LoRA", "float8", "foreach", "for-loop"),
+        *("mixture, compiled", "mixture, cpu_offload", "EMA"),
     ),
     "HSDP 2 x 4": ("bfloat16", "Muon"),
     "CP 8, gather": ("bfloat16", "per operation, compiled", "full, by chunks, compiled", "document_mask"),

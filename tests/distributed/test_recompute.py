@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import profile
 
 from benchmarks.recompute import kept_bytes
+from models import llama3
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, first_microbatch, mesh_of
 from titanlite.ground.torch_private import set_memory_budget
@@ -48,14 +49,15 @@ def test_no_asynchronous_tensor_enters_a_compiled_block_and_the_embedding_has_it
 # ----------------------------------------------------------------------------------------------------------------- memory
 
 
-def saved_bytes(mode: dict[str, object], backend: str | None, keep: bool = False) -> tuple[int, int]:
+def saved_bytes(
+    mode: dict[str, object], backend: str | None, keep: bool = False, name: str = "tests.tiny", flavor: str = "deep"
+) -> tuple[int, int]:
     """(bytes that the blocks keep between forward and backward pass, compiled graphs)."""
-    config = config_of(
-        {}, "deep", activation_checkpoint=mode, compile={"enable": backend is not None, "backend": backend or "eager"}
-    )
+    compiler = {"enable": backend is not None, "backend": backend or "eager"}
+    config = config_of({}, model={"name": name, "flavor": flavor}, activation_checkpoint=mode, compile=compiler)
     torch._dynamo.reset()
     counters.clear()
-    family = load_family("tests.tiny", "deep")
+    family = load_family(name, flavor)
     if keep:
         family = Family(SimpleNamespace(**vars(family.module), KEEP=(torch.ops.aten.silu.default,)), family.config)
     model = build_model(family, config, mesh_of({}), CPU)
@@ -89,11 +91,46 @@ def test_every_second_matrix_product_of_a_block_is_kept(pools):
     assert kept["per operation"] - kept["full"] >= products
 
 
+def test_matmuls_with_a_bias_are_kept_like_others(pools):
+    """Of Qwen 2, the projections of queries, keys and values were all recomputed."""
+    model = {"name": "tests.tiny_qwen3", "flavor": "biased"}
+    modes = MODES["per operation"], MODES["full"]
+    kept = [pools[1].run(f"{HERE}:saved_bytes", mode=mode, backend=None, **model)[0][0] for mode in modes]
+    products = 2 * GLOBAL_BATCH * 32 * (128 + 64 + 96 + 64) * 4  # layers x sequences x tokens x (wq, wv, w1, w2) x bytes
+    assert kept[0] - kept[1] >= products
+
+
 def test_a_models_own_table_adds_to_what_is_kept(pools):
     without = _measured(pools[1])["per operation"]
     more, _ = pools[1].run(f"{HERE}:saved_bytes", mode=MODES["per operation"], backend=None, keep=True)[0]
     silu = 4 * GLOBAL_BATCH * 32 * 96 * 4  # layers x sequences x tokens x features x bytes
     assert more - without == silu
+
+
+def of_shared_layers(keys: dict[str, object]) -> tuple[float, float]:
+    """(loss, norm of a gradient) of a fork whose blocks have one feed-forward layer, in bfloat16."""
+
+    class Model(llama3.Model):
+        def __init__(self, config: llama3.Config):
+            super().__init__(config)
+            for layer in self.layers.values():
+                layer.ffn = self.layers["0"].ffn
+
+    config = config_of({}, training={"mixed_precision_param": "bfloat16"}, activation_checkpoint=keys)
+    family = family_of(config.model)
+    family = Family(SimpleNamespace(**{**vars(family.module), "Model": Model}), family.config)
+    model = build_model(family, config, mesh_of({}), CPU)
+    loss = summed_loss(model, first_microbatch(config, mesh_of({})))
+    loss.backward()
+    return loss.item(), model.layers["0"].ffn.w1.weight.grad.norm().item()
+
+
+def test_a_feed_forward_layer_that_blocks_share_computes_in_parts(pools):
+    """In one process, each block cast its parameters before the layer did."""
+    whole, parts = (
+        pools[1].run(f"{HERE}:of_shared_layers", keys={"mode": "full", "sequence_chunks": count})[0] for count in (1, 4)
+    )
+    assert parts == pytest.approx(whole, rel=0.01)  # in bfloat16
 
 
 # ------------------------------------------------------------------------------------------------------- random numbers

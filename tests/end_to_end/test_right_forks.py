@@ -43,3 +43,11 @@ def test_tensor_parallelism_does_not_change_any_gradient_of_a_right_fork(pools, 
     alone, split = trained(pools, name, "plain", {}, {}), trained(pools, name, "plain", {}, {"tp": 2}, ranks=2)
     assert alone.faults == split.faults == []
     assert compare(split.trajectory, alone.trajectory).excessive == []
+
+
+def test_compiled_blocks_that_share_a_module_are_sharded(pools):
+    """As a unit of its own it had hooks of FSDP inside of the blocks, where the compiler stopped."""
+    name, sections = "tests.forks.right.shared_attention", {"compile": {"enable": True, "backend": "aot_eager"}}
+    alone, split = trained(pools, name, "plain", {}, {}), trained(pools, name, "plain", sections, {"dp_shard": 2}, ranks=2)
+    assert alone.faults == split.faults == []
+    assert compare(split.trajectory, alone.trajectory).excessive == []

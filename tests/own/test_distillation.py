@@ -273,3 +273,13 @@ def test_a_prediction_and_the_reported_flops_count_the_teachers_weights_and_its_
     tokens = config.training.local_batch_size * config.training.seq_len
     assert found.work.flops - without.work.flops == pytest.approx(tokens * forward, rel=0.02)
     assert training_flops(student, config).palm - training_flops(student, plain).palm == forward
+
+
+def test_a_prediction_with_a_teacher_knows_what_the_compiler_recomputes(tmp_path):
+    """The teacher was built after the student, so that the compiler seemed to keep what a teacher keeps: everything."""
+    teacher = written(tmp_path / "teacher", "tests.tiny", "deep")
+    kept = []
+    for mode in ("none", "full"):
+        keys = {"activation_checkpoint": {"mode": mode}, "compile": {"enable": True}}
+        kept.append(predict(configured({}, teacher, "deep", **keys), 1, "cpu").memory.activations)
+    assert kept[1] < 0.6 * kept[0], kept

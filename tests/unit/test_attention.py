@@ -14,7 +14,6 @@ from models.attention import FLEX_FLASH, TILES, AttentionCore, SeqInfo, attend, 
 from tests.distributed import scenarios
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.ground.errors import UserError
 from titanlite.loop.loss import summed_loss
 from titanlite.registry.family import family_of
 from titanlite.transforms import attention_kernels as attention
@@ -305,18 +304,30 @@ def wide_core(value_dim: int = 6, **options: Any) -> tuple[AttentionCore, list[T
     return core, [torch.randn(3, 16, heads, width) for heads, width in ((4, 8), (2, 8), (2, value_dim))]
 
 
-def test_the_kernel_of_a_core_is_chosen_and_a_cpus_flash_kernel_refused_where_widths_differ():
+def test_the_kernel_of_a_core_is_chosen():
     core, _ = wide_core()
     choose_attention(core, config_of("math"), CPU)
     assert core.backends == (SDPBackend.MATH, SDPBackend.MATH)
-    with pytest.raises(UserError, match="needs values as wide as keys"):
-        choose_attention(core, config_of("flash"), CPU)
-    choose_attention(wide_core(8)[0], config_of("flash"), CPU)
 
 
 def refused(config: Config) -> list[str]:
     family = family_of(config.model)
     return list(attention_faults(config, family, family.on_meta()))
+
+
+def test_a_kernel_that_a_models_attention_does_not_take_is_refused_before_the_start(monkeypatch):
+    """Both were refused by each rank, after `titanlite check` had passed them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refused(config_of("math", "tests.tiny_deepseek_v3")) == []
+    (fault,) = refused(config_of("flash", "tests.tiny_deepseek_v3"))
+    assert 'model.attention = "flash"' in fault and "has 12 and 20" in fault
+    config = config_of("math")
+    family = family_of(config.model)
+    model = family.on_meta()
+    for layer in model.layers.values():
+        layer.attention = nn.Identity()
+    (fault,) = attention_faults(config, family, model)
+    assert 'model.attention = "math"' in fault and "AttentionCore" in fault
 
 
 def test_tiles_take_no_masks_and_run_only_on_cpus(monkeypatch):

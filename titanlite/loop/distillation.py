@@ -81,8 +81,8 @@ def load_teacher(config: Config, mesh: DeviceMesh, device: torch.device) -> Teac
         return None
     at(0, "loading the teacher")
     family = family_of(cfg.model)
-    place = torch.device("cpu") if config.parallelism.cpu_offload else device
-    initialize(teacher.model, family, config.training.seed, place)  # of buffers, which no file has
+    offload = config.parallelism.cpu_offload
+    initialize(teacher.model, family, config.training.seed, device, offload)  # of buffers, which no file has
     weights = find_weights(Path(config.distillation.teacher), family, family.on_meta())
     load_weights(model_tensors(teacher.model), weights)
     return teacher

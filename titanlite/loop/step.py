@@ -32,7 +32,7 @@ log = logging.getLogger("titanlite")
 def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> Decoder:
     """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
     model = parallelize(family, config, mesh, device)
-    initialize(model, family, config.training.seed, torch.device("cpu") if config.parallelism.cpu_offload else device)
+    initialize(model, family, config.training.seed, device, config.parallelism.cpu_offload)
     return model
 
 

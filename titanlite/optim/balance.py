@@ -37,7 +37,7 @@ def balance_experts(
     for router in _counting(model):
         router.losses = losses if balance or z else None
         router.bias_update_speed = moe.bias_update_speed
-        router.counts = torch.zeros(len(router.weight), dtype=torch.int64, device=router.weight.device)
+        router.counts = torch.zeros(len(router.weight), dtype=torch.int64, device=split.device_type)
 
 
 def begin_step(model: nn.Module) -> None:

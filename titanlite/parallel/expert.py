@@ -5,7 +5,6 @@ replica are data-parallel ranks for experts. Neighbors have different experts, a
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,36 +18,25 @@ from titanlite.parallel.mesh import WITHIN_A_REPLICA
 from titanlite.transforms.parameters import keeping_ties
 
 
-class ExpertMeshes(NamedTuple):
-    """Two views of the ranks of a replica."""
+def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> DeviceMesh | None:
+    """Splits experts over ranks, to which their tokens are then dispatched. It makes groups, so all ranks call it together.
 
-    split: DeviceMesh  # ("ep",): the ranks that experts are split over
-    fsdp: DeviceMesh  # the mesh of `fully_shard` for experts: ([replicas,] ranks with equal experts)
-
-
-def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> ExpertMeshes | None:
-    """Splits experts over ranks, to which their tokens are then dispatched; None where no experts are split."""
+    Returns the mesh of `fully_shard` for experts, ([replicas,] ranks with equal experts); None where no experts are split.
+    """
     degree = config.parallelism.expert_parallel_degree
     if degree == 1:
         return None
-    meshes = expert_meshes(mesh, degree)
-    exchange = Exchange(meshes.split.get_group().group_name, degree, config.moe.max_tokens_factor)
+    every = flatten(mesh[WITHIN_A_REPLICA], "within_a_replica")
+    apart = unflatten(every, (every.size() // degree, degree), ("expert_shard", "ep"))
+    split, shards, replicated = apart["ep"], apart["expert_shard"], mesh["dp_replicate"].size() > 1
+    exchange = Exchange(split.get_group().group_name, degree, config.moe.max_tokens_factor)
     with keeping_ties(model):
         for module in experts_of(model):
             module.exchange = exchange
             for name, parameter in module.named_parameters(recurse=False):
-                split = distribute_tensor(parameter, meshes.split, [Shard(0)])
-                module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-    return meshes
-
-
-def expert_meshes(mesh: DeviceMesh, degree: int) -> ExpertMeshes:
-    """Makes groups of ranks, so all ranks together call it once."""
-    every = flatten(mesh[WITHIN_A_REPLICA], "within_a_replica")
-    apart = unflatten(every, (every.size() // degree, degree), ("expert_shard", "ep"))
-    shards = apart["expert_shard"]
-    replicated = mesh["dp_replicate"].size() > 1
-    return ExpertMeshes(apart["ep"], concatenate([mesh["dp_replicate"], shards]) if replicated else shards)
+                part = nn.Parameter(distribute_tensor(parameter, split, [Shard(0)]), requires_grad=parameter.requires_grad)
+                module.register_parameter(name, part)
+    return concatenate([mesh["dp_replicate"], shards]) if replicated else shards
 
 
 def unsplittable(model: nn.Module, degree: int) -> str:

@@ -76,9 +76,12 @@ def apply_fsdp(
         for experts in experts_of(model):
             fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
     options_of_blocks = options | {"shard_placement_fn": placement_fn}
-    # what blocks share is a unit of its own; an MTP module is a unit around that of its block
-    for unit in [*_shared(blocks_of(model)), *blocks_of(model), *further_of(model).values()]:
-        fully_shard(unit, reshard_after_forward=of_block, **options_of_blocks)
+    often = Counter(module for block in blocks_of(model) for module in block.modules())
+    shared = nn.ModuleList(module for module in often if often[module] > 1)  # such as one attention of all blocks
+    theirs = {*shared.parameters()} or None
+    # an MTP module is a unit around that of its block
+    for unit in [*blocks_of(model), *further_of(model).values()]:
+        fully_shard(unit, reshard_after_forward=of_block, ignored_params=theirs, **options_of_blocks)
     embed, head = model.embed, model.head
     only_tokens = type(embed) is nn.Embedding  # which its gradient needs, and not the weight; a fork's may multiply by others
     if embed is not None and head is not None and is_tied(model):
@@ -94,7 +97,11 @@ def apply_fsdp(
                 sharded_embed.set_unshard_in_backward(False)
         if head is not None:
             fully_shard(head, reshard_after_forward=of_head, **options)
-    fully_shard(root, reshard_after_forward=False, **options)
+    # What blocks share belongs to the root, which finds it among its children, and so is gathered in all of a pass. As a unit
+    # of its own it would have hooks inside of blocks, where the compiler stops.
+    root.add_module("_shared", shared)
+    fully_shard(root, reshard_after_forward=False, **options_of_blocks)
+    del root._shared
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -104,14 +111,6 @@ def apply_fsdp(
             for group in fsdp_groups(unit):
                 set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
     _gather_ahead(model, config)
-
-
-def _shared(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules with parameters that several blocks have, such as an attention that they share: each is a unit of its own."""
-    often = Counter(module for block in blocks for module in block.modules())
-    shared = [module for module in often if often[module] > 1 and next(module.parameters(), None) is not None]
-    inside = {part for module in shared for part in module.modules() if part is not module}
-    return [module for module in shared if module not in inside]
 
 
 def _gather_ahead(model: Decoder, config: Config) -> None:

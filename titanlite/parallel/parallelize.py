@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.parallel import context, expert, pipeline, tensor
-from titanlite.parallel.expert import ExpertMeshes
 from titanlite.parallel.mesh import needs_fsdp
 from titanlite.registry import own
 from titanlite.registry.check import Faults, of_module
@@ -37,7 +36,7 @@ class Build:
     mesh: DeviceMesh
     device: torch.device  # of the kernels
     layers: Sequence[str] | None  # the names of the blocks to keep; None: all
-    experts: ExpertMeshes | None = None
+    of_experts: DeviceMesh | None = None  # the mesh that shards experts, where they are split
     stages: Sequence[pipeline.Stage] = ()
     tied: bool = False  # of a model in stages: whether the first and the last share a parameter
 
@@ -73,7 +72,7 @@ def _loss(model: Decoder, build: Build) -> None:
 
 
 def _split_experts(model: Decoder, build: Build) -> None:
-    build.experts = expert.apply_expert_parallel(model, build.config, build.mesh)
+    build.of_experts = expert.apply_expert_parallel(model, build.config, build.mesh)
 
 
 def _cast(model: Decoder, build: Build) -> None:
@@ -125,10 +124,9 @@ def _cut_into_stages(model: Decoder, build: Build) -> None:
 def _fsdp(model: Decoder, build: Build) -> None:
     from titanlite.parallel.fsdp import apply_fsdp  # not at the top: a check need not import PyTorch's
 
-    of_experts = build.experts.fsdp if build.experts else None
     roots: Iterable[tuple[Decoder, nn.Module]] = [(stage.part, stage) for stage in build.stages] or [(model, model)]
     for part, root in roots if build.sharded else ():
-        apply_fsdp(part, build.config, build.mesh, of_experts, root)
+        apply_fsdp(part, build.config, build.mesh, build.of_experts, root)
     if build.stages:
         model.pipeline = pipeline.Pipeline([*build.stages], model, build.config, build.mesh, build.device, build.tied)
 

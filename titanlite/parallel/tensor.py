@@ -132,7 +132,7 @@ def sharding_faults(model: Decoder, family: Family, tp: int) -> list[str]:
 
 
 def _tie_faults(model: Decoder, styles: dict[str, str], name: str, first: str) -> Iterator[str]:
-    """What excludes two names of a tied parameter. Modules that blocks share have one style, and are units of FSDP."""
+    """What excludes two names of a tied parameter. Modules that blocks share have one style, and are not a unit of a block."""
     owner, of_first = (each.rpartition(".")[0] for each in (name, first))
     what = f"{name} and {first} are one parameter"
     if model.get_submodule(owner) is model.get_submodule(of_first):

@@ -255,8 +255,9 @@ def _some_layers(setup: Setup, layers: Sequence[str]) -> Decoder:
 
 def _with_teacher(setup: Setup, layers: Sequence[str]) -> Decoder:
     """The same beside the whole teacher of the run, if it has one."""
+    teacher = build_teacher(setup.config, setup.mesh, torch.device("cpu"))  # first, as a run does: it sets the compiler too
     model = _some_layers(setup, layers)
-    model.teacher = build_teacher(setup.config, setup.mesh, torch.device("cpu"))
+    model.teacher = teacher
     return model
 
 

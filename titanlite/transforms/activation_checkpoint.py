@@ -50,7 +50,8 @@ KEPT_OPERATIONS = (
     collectives.reduce_scatter_tensor.default,
     collectives.all_reduce.default,
 )
-_MATMULS = (_aten.mm.default, _aten.linear.default, _aten.mm.dtype)  # the last one is the router's on CUDA
+# The second one has a bias; the last one is the router's on CUDA.
+_MATMULS = (_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten.mm.dtype)
 
 
 def checkpoint_operations(model: Decoder, kept: tuple[Any, ...], rank: int | None = None) -> None:
@@ -76,7 +77,7 @@ def checkpoint_blocks(model: Decoder, every: int, offload: Offload | None = None
 
 def feed_forward(model: Decoder) -> list[nn.Module]:
     """The layers that `chunk_feed_forward` changes."""
-    return [module for block in blocks_of(model) for module in block.modules() if isinstance(module, SwiGLU)]
+    return [module for module in nn.ModuleList(blocks_of(model)).modules() if isinstance(module, SwiGLU)]  # each once
 
 
 def unchunkable(model: Decoder) -> str:

@@ -52,20 +52,14 @@ _NARROWEST_FOR_FLEX = 16  # head_dim
 def choose_attention(model: nn.Module, config: Config, device: torch.device) -> None:
     """Sets the kernel of every attention module of a model. Call it before compiling.
 
-    Raises UserError for a forced kernel that the device cannot run with this model's shapes.
+    Raises UserError for a forced kernel that the GPU cannot run with this model's shapes.
     """
-    name, modules = config.model.attention, _modules(model)
-    precision = config.training.mixed_precision_param
-    if name != "auto" and not modules:
-        raise UserError(f'model.attention = "{name}": {config.model.name} has no AttentionCore of models/attention.py')
-    for each in modules:
+    name, precision = config.model.attention, config.training.mixed_precision_param
+    for each in _modules(model):
         if name != "auto":
             if device.type == "cuda" and not _able(name, each, config, device, warn=True):
                 why = f"cannot run it with head_dim = {each.head_dim} in {precision}; the warnings above say why"
                 raise UserError(f'model.attention = "{name}": {torch.cuda.get_device_name(device)} {why}')
-            if device.type == "cpu" and name == "flash" and each.value_dim != each.head_dim:
-                has = f'{config.model.name} has {each.value_dim} and {each.head_dim}; use "math" or "auto"'
-                raise UserError(f'model.attention = "flash": on CPUs it needs values as wide as keys, and {has}')
             each.backends = (KERNELS[name].backend, KERNELS[name].backend)
         elif not each.plain:
             continue  # FlexAttention caps scores and returns what sinks need, and no other kernel
@@ -125,10 +119,16 @@ def faults(config: Config, family: Family, model: nn.Module) -> Iterator[str]:
             yield f"{user}: FlexAttention has no kernel for head_dim = {head_dim}; it takes {_NARROWEST_FOR_FLEX} or more"
         return
     key, kernel = f'model.attention = "{name}"', KERNELS[name]
+    if not (modules := _modules(model)):
+        yield f'{key}: {config.model.name} has no AttentionCore of models/attention.py; use "auto"'
     if device not in kernel.devices:
         there = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.devices)
         yield MachineFault(f"{key}: is not for {'CPUs' if device == 'cpu' else 'GPUs'}; there are {there}")
     device = device if device in kernel.devices else kernel.devices[0]
+    unequal = [each for each in modules if each.value_dim != each.head_dim]
+    if unequal and name == "flash" and device == "cpu":
+        has = f'{config.model.title} has {unequal[0].value_dim} and {unequal[0].head_dim}; use "math" or "auto"'
+        yield MachineFault(f"{key}: on CPUs it needs values as wide as keys, and {has}")
     if kernel.half and device == "cuda" and config.training.mixed_precision_param == "float32":
         yield f'{key}: computes in 16 bits, and training.mixed_precision_param = "float32"; use "efficient" or "math"'
     others = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.masks)

@@ -34,7 +34,8 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iter
     if model.head is not None and type(model.head).forward is Head.forward:
         uncast.add("head.output.weight")
     left = {name for name, p in named.items() if p.dtype != dtype} - uncast
-    units = {f"{name}.": module for name, module in model.named_modules() if module in set(apart)}
+    separate, cast = {*apart}, set[nn.Module]()
+    units = {f"{name}.": module for name, module in model.named_modules(remove_duplicate=False) if module in separate}
     units |= {f"layers.{index}.": layer for index, layer in model.layers.items()}
     for index, each in further_of(model).items():
         units |= {f"further.{index}.block.": each.block, f"further.{index}.": each}
@@ -43,7 +44,8 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iter
     for prefix, unit in [*units.items(), ("", model)]:  # last the parameters outside of units, such as a table of positions
         names = {name.removeprefix(prefix) for name in left if name.startswith(prefix)}
         left -= {prefix + name for name in names}
-        if names:
+        if names and unit not in cast:  # under another name, where blocks share it
+            cast.add(unit)
             kind: Any = type(unit)
             unit.__class__ = _casting_class(kind, tuple(sorted(names)), dtype, again)
 

@@ -22,15 +22,9 @@ def group_of(name: str, groups: Iterable[Group]) -> Group:
     return next((group for group in groups if fnmatchcase(name, group.pattern)), DEFAULT)
 
 
-def freeze(parameters: Iterable[nn.Parameter]) -> None:
-    """Freezes parameters. Call it on the meta device, before anything is sharded: no later step then makes a gradient, a
-    reduction or optimizer state for them."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-
-
 def apply_groups(model: nn.Module, groups: Sequence[Group]) -> None:
-    """Freezes what the entries freeze, in place.
+    """Freezes what the entries freeze, in place: on the meta device, so that no later step makes a gradient, a reduction or
+    optimizer state for it.
 
     Raises UserError that lists the entries without effect: those that match no trained parameter that an earlier entry has
     left, and those with values for parameters that they freeze. Also where nothing is left to train.
@@ -53,7 +47,8 @@ def apply_groups(model: nn.Module, groups: Sequence[Group]) -> None:
     frozen = {name for name in trained if group_of(name, groups).frozen}
     if frozen == trained.keys():
         raise UserError("optimizer.groups: freezes every trained parameter; nothing is left to train")
-    freeze(trained[name] for name in frozen)
+    for name in frozen:
+        trained[name].requires_grad_(False)
 
 
 def _why_nothing(pattern: str, trained: dict[str, nn.Parameter], model: nn.Module) -> str:

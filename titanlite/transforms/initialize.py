@@ -26,12 +26,15 @@ _FRACTION_BITS = 24  # the mantissa of a float32
 _CHUNK = {"cpu": 2**17, "cuda": 2**24}
 
 
-def initialize(model: Decoder, family: Family, seed: int, device: torch.device) -> None:
-    """Gives a sharded meta-device model memory on `device` and its initial weights.
+def initialize(model: Decoder, family: Family, seed: int, device: torch.device, offload: bool = False) -> None:
+    """Gives a sharded meta-device model memory on `device` and its initial weights. offload: parameters are in host memory.
 
     Raises UserError naming each parameter or buffer that the family's `initial` table does not cover.
     """
-    materialize(model, device)
+    materialize(model, torch.device("cpu") if offload else device)
+    for module in model.modules() if offload else ():  # FSDP2 moves parameters alone to the device
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     distributions, faults = match_initial(model, family, whole=getattr(model, "pipeline", None) is None)
     if faults:
         raise UserError("\n".join(faults))

@@ -20,7 +20,6 @@ from models.moe import Experts
 from titanlite.config.read import suggest
 from titanlite.config.schema import Lora
 from titanlite.ground.errors import UserError
-from titanlite.transforms.groups import freeze
 from titanlite.transforms.parameters import A, B, block_linears, every_layer, is_adapter
 
 
@@ -79,7 +78,7 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
             f"lora.enable = true: the weight of {tied[0]} is another module's too, and an export could not merge the adapter "
             "of one; leave it out of lora.modules"
         )
-    freeze(model.parameters())
+    model.requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(frozen)
     for name in adapted:
