@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.folder import check_shared, clean_up, export_folder, step_folder
@@ -40,7 +39,7 @@ from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
 from titanlite.loop.distillation import digest_of_teacher
-from titanlite.loop.divergence import Incidents, StepRecord, Steps
+from titanlite.loop.divergence import Incidents, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, speed
 from titanlite.loop.own_code import OwnCode
@@ -174,12 +173,17 @@ def train(
                 steps = unread.read()
                 newest = saver.newest() if saver and incidents.are_bad(steps) else None  # waits for an unfinished save
                 bad = incidents.judge(steps, newest, loss_scale.scale.item() if loss_scale else None)
-            if bad:
+            if bad:  # removes later reports and checkpoints, and skips the bad samples
                 with clock.phase(step, "going back"), longer_than_a_step():
-                    progress = go_back(bad, step, load()[0], setting, model, incidents, reporter, saves)
+                    restored = load()[0]
+                    float8.measure_weights(model)
+                    rollback = incidents.record_rollback(bad, step, restored.step)
+                    clean_up(saves, restored.step)
+                    reporter.begin(restored.step + 1)
+                    progress = restored._replace(timeline=restored.timeline.after(restored.step, [rollback]))
+                    check_epochs(data, progress.timeline, training.steps)
                     batches.close()
                     batches = batches_from(progress)
-                clock.restart()
                 continue
             progress = progress.with_losses(steps, config.metrics.log_freq)
             for keep in kept:  # files that may have been removed
@@ -245,26 +249,6 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
     )  # fmt: skip
     if saver and config.checkpoint.last_save_in_hf:
         save_in_hf(saves, progress.step, saver, config.model.name)
-
-
-def go_back(
-    bad: StepRecord,
-    found_at: int,
-    restored: Progress,
-    run: RunIdentity,
-    model: nn.Module,
-    incidents: Incidents,
-    reporter: Reporter,
-    saves: Path,
-) -> Progress:
-    """Completes a rollback to a restored checkpoint: removes later reports and checkpoints, and skips the bad samples."""
-    float8.measure_weights(model)
-    rollback = incidents.record_rollback(bad, found_at, restored.step)
-    clean_up(saves, restored.step)
-    reporter.begin(restored.step + 1)
-    timeline = restored.timeline.after(restored.step, [rollback])
-    check_epochs(run.data, timeline, run.config.training.steps)
-    return restored._replace(timeline=timeline)
 
 
 def save_in_hf(saves: Path, step: int, saver: Saver, name: str) -> None:
