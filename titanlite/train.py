@@ -89,6 +89,8 @@ def train(
     family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), GradientSync.of(config)
     memory = Memory(config, device, global_batch)
     clock = Clock(started, memory.explained)
+    watch = profiling.Watch(config, device, clock)
+    memory.snapshot = watch.snapshot
     saver = None
     if config.checkpoint.enable:
         check_shared(saves)
@@ -132,7 +134,6 @@ def train(
     peak, flops = peak_flops(device, training.mixed_precision_param), training_flops(family, config)
     measure_speed = functools.partial(speed, clock, global_batch * training.seq_len, mesh.size(), flops, peak)
     incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
-    watch = profiling.Watch(config, device, clock)
     recompilations = RecompilationWatch()
     outlook = Outlook(config, device, mesh.size(), global_batch, clock, active=main_rank)
     tokenizer = open_tokenizer(config.model.hf_assets_path, training.add_bos) if config.validation.sample_prompts else None

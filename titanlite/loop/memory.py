@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,10 +24,14 @@ class OutOfMemory(UserError):
 
 
 class Memory:
-    """The memory of this rank: what holds it, once the loop has set `model` and `optimizer`."""
+    """The memory of this rank: what holds it, once the loop has set `model` and `optimizer`.
+
+    snapshot: writes a snapshot when memory runs out; the loop sets it.
+    """
 
     def __init__(self, config: Config, device: torch.device, global_batch: int):
         self.config, self.device, self.global_batch = config, device, global_batch
+        self.snapshot: Callable[[str], None] = lambda suffix: None
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -39,6 +43,7 @@ class Memory:
         except (RuntimeError, MemoryError, OSError) as error:
             if not failure.ran_out(error):
                 raise
+            self.snapshot("-out-of-memory")
             raise OutOfMemory(self._text(failure.out_of_memory(error))) from None
 
     def _text(self, what: str) -> str:
