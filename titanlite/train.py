@@ -212,8 +212,8 @@ def train(
         if saver and saving:
             with clock.phase(step, "saving"):  # for as long as training waits
                 progress = progress._replace(stream=stream_at(batches.state, progress.samples, mesh))
-                saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress))
-                own_code.call("at_save", step, step_folder(saves, step))
+                if saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress)):
+                    own_code.call("at_save", step, step_folder(saves, step))
         elif saver:
             saver.poll()
         if step == first:

@@ -84,6 +84,11 @@ def test_a_failed_last_save_ends_the_run_with_an_error_on_every_rank(pools, tmp_
     assert_sound(tmp_path / "checkpoint/step-00000004")
 
 
+def test_hooks_get_no_checkpoint_that_could_not_be_saved(pools, tmp_path):
+    ranks = train(pools, SHARD, tmp_path, 6, ("no_write", 1, 4), hooks={"modules": ["tests.own.listing"]})
+    assert [rank.error for rank in ranks] == ["", ""] and saved(tmp_path) == names(2, 6)
+
+
 def test_a_run_resumes_from_the_checkpoint_before_a_failed_one(pools, whole, tmp_path):
     train(pools, SHARD, tmp_path, 4, ("no_write", 1, 4))
     assert train(pools, SHARD, tmp_path, 6)[0].error == ""
