@@ -14,6 +14,7 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, where
 from titanlite.launch import failure, process
 from titanlite.loop.remedies import remedies
+from titanlite.optim.ema import ema_of
 from titanlite.transforms.shards import local_part
 
 GIB = 2**30
@@ -93,11 +94,14 @@ def held_memory(model: nn.Module | None, optimizer: torch.optim.Optimizer | None
     """
     held: dict[str, int] = {}
     if model is not None and optimizer is not None:
+        average, teacher = ema_of(optimizer), getattr(model, "teacher", None)
         state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
         held = {
             "parameters": bytes_on(device, model.parameters()),
             "gradients": bytes_on(device, (p.grad for p in model.parameters())),
             "optimizer state": bytes_on(device, state),
+            **({"EMA": bytes_on(device, average.averages.values())} if average else {}),
+            **({"teacher": bytes_on(device, teacher.model.parameters())} if teacher else {}),
         }
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
