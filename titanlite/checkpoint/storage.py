@@ -118,7 +118,7 @@ class Writer(FileSystemWriter):
         self._name, self._commit = name, commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        results = super().write_data(plan, planner).wait() if plan.items else []  # it would write an empty file
         self._read_back(self.fs.written)
         done: Future[list[WriteResult]] = Future()
         done.set_result([_Written(**vars(r), files=self.fs.written if n == 0 else {}) for n, r in enumerate(results)])
