@@ -317,7 +317,8 @@ def check_changes(run: RunIdentity, source: Path, found: Manifest) -> Schedule:
 
 def _allow(config: Config, keys: list[str]) -> str:
     """The option that allows these keys and those allowed already."""
-    return f"--checkpoint.allow_changes {shlex.quote(','.join([*config.checkpoint.allow_changes, *keys]))}"
+    every = dict.fromkeys([*config.checkpoint.allow_changes, *keys])
+    return f"--checkpoint.allow_changes {shlex.quote(','.join(every))}"
 
 
 def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
