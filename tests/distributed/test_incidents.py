@@ -147,7 +147,7 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
     for size in at_once:
         steps, read = Steps(mesh), []
         for number in range(30):
-            steps.add(number, number * 8, StepLoss(shares[number], None), norms[number])
+            steps.add(number, number * 8, StepLoss(shares[number], None, torch.zeros(())), norms[number])
             if (number + 1) % size == 0:
                 with CommDebugMode() as collectives:
                     read += steps.read()

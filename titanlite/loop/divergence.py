@@ -57,7 +57,7 @@ class StepRecord(NamedTuple):
     first_sample: int  # of its global batch, counted over the whole run
     loss: float | None  # None: no token was a label
     norm: float  # of the gradient, before clipping
-    further: float | None = None  # the mean loss of the MTP modules; None: there are none
+    further: float | None = None  # the mean loss of the MTP modules; 0 without them
 
 
 class Steps:
@@ -81,17 +81,15 @@ class Steps:
             return []
         numbers, samples, found, norms = zip(*self.waiting, strict=True)
         self.waiting = []
-        shares = [each.share for each in found] + [each.further for each in found if each.further is not None]
-        losses = torch.stack(shares).double()
+        losses = torch.stack([torch.stack([each.share, each.further]) for each in found], dim=1).double()  # (2, steps)
         dist.all_reduce(losses)
-        losses, further = (losses / self.copies).float().tensor_split([len(found)])
         labels = [torch.ones_like(each.share) if each.labels is None else each.labels for each in found]
         # cpu_offload has the norms on the CPU
-        values = [losses, torch.stack(labels), torch.stack(norms).to(losses.device), *([further] if len(further) else [])]
+        values = [*(losses / self.copies).float(), torch.stack(labels), torch.stack(norms).to(losses.device)]
         rows = zip(numbers, samples, *torch.stack(values).tolist(), strict=True)
         return [
-            StepRecord(number, sample, loss if known else None, norm, *(rest if known else ()))
-            for number, sample, loss, known, norm, *rest in rows
+            StepRecord(number, sample, loss if known else None, norm, further if known else None)
+            for number, sample, loss, further, known, norm in rows
         ]
 
 
