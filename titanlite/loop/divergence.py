@@ -121,43 +121,33 @@ def decide(
     gone back to it.
 
     Later bad steps matter under "skip" only. The target of a rollback therefore does not depend on how many steps are read at
-    once, a number that differs in a resumed run.
+    once, a number that differs in a resumed run. With a loss scale, steps are skipped under every policy: the loss may stay
+    finite while no gradient is.
     """
-    bad = [step for step in steps if is_bad(step, scale is not None)]
-    last, reason, streak = _persistent(steps, policy, scale, streak)
-    if last is not None and (policy == "skip" or not bad or last.number <= bad[0].number):
-        before = [step for step in bad if step.number < last.number]
-        return Decision([*before, last], "stop", reason, streak)
+    most = _OVERFLOWS_IN_A_ROW if scale is not None else _SKIPS_IN_A_ROW if policy == "skip" else math.inf
+    bad, reason = list[StepRecord](), ""
+    for step in steps:
+        streak = streak + 1 if is_bad(step, scaled=False) else 0
+        if streak > most:
+            reason = f"{streak} steps in a row were not finite, so the weights are the cause, not the batches"
+        elif streak and scale is not None and scale < LEAST:
+            reason = f"gradients overflow with a loss scale of {scale:g}, below float16's normal range"
+        if reason:  # skipping does not help
+            reason += "; checkpoint.load_step goes back to earlier weights"
+            if scale is not None:
+                reason += ', and training.mixed_precision_param = "bfloat16" or "float32" has the range that float16 lacks'
+            return Decision([*bad, step], "stop", reason, streak)
+        if is_bad(step, scale is not None):
+            bad.append(step)
+            if policy != "skip":
+                break
     if not bad:
         return Decision(bad, "", "", streak)
-    reason = ""
     if policy == "rollback" and newest is None:
         reason = "there is no checkpoint yet to go back to"
     elif policy == "rollback" and rollbacks >= _ROLLBACKS:
         reason = f"the run has gone back to step {newest} {rollbacks} times without success"
-    return Decision(bad if policy == "skip" else bad[:1], "stop" if reason else policy, reason, streak)
-
-
-def _persistent(steps: list[StepRecord], policy: str, scale: float | None, streak: int) -> tuple[StepRecord | None, str, int]:
-    """(the step that shows that skipping does not help, why, steps in a row that were not finite up to the last one).
-
-    With a loss scale, steps are skipped under every policy: the loss may stay finite while no gradient is.
-    """
-    most = _OVERFLOWS_IN_A_ROW if scale is not None else _SKIPS_IN_A_ROW if policy == "skip" else math.inf
-    found, reason = None, ""
-    for step in steps:
-        streak = streak + 1 if is_bad(step, scaled=False) else 0
-        if streak > most and found is None:
-            found = step
-            reason = f"{streak} steps in a row were not finite, so the weights are the cause, not the batches"
-    overflowed = [step for step in steps if is_bad(step, scaled=False)]
-    if found is None and overflowed and scale is not None and scale < LEAST:
-        found, reason = overflowed[-1], f"gradients overflow with a loss scale of {scale:g}, below float16's normal range"
-    if reason:
-        reason += "; checkpoint.load_step goes back to earlier weights"
-    if reason and scale is not None:
-        reason += ', and training.mixed_precision_param = "bfloat16" or "float32" has the range that float16 lacks'
-    return found, reason, streak
+    return Decision(bad, "stop" if reason else policy, reason, streak)
 
 
 # ------------------------------------------------------------------------------------------------------------------- spikes
