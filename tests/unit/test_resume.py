@@ -25,12 +25,12 @@ from titanlite.loop.resume import (
     changeable,
     changes,
     check_changes,
-    imported_numbers,
     load_run,
     numbers_of,
 )  # fmt: skip
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.registry.family import Family, family_of, load_family
+from titanlite.tools.import_hf import imported_numbers
 
 TINY = {"model": {"name": "tests.tiny", "flavor": "plain"}, "training": {"seq_len": 32}}
 DATA = learnable_data(Config.model_validate(TINY))
