@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.folder import check_shared, clean_up, export_folder, step_folder
@@ -40,7 +39,7 @@ from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
 from titanlite.loop.distillation import digest_of_teacher
-from titanlite.loop.divergence import Incidents, StepRecord, Steps
+from titanlite.loop.divergence import Incidents, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, speed
 from titanlite.loop.own_code import OwnCode
@@ -90,6 +89,8 @@ def train(
     family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), GradientSync.of(config)
     memory = Memory(config, device, global_batch)
     clock = Clock(started, memory.explained)
+    watch = profiling.Watch(config, device, clock)
+    memory.snapshot = watch.snapshot
     saver = None
     if config.checkpoint.enable:
         check_shared(saves)
@@ -133,7 +134,6 @@ def train(
     peak, flops = peak_flops(device, training.mixed_precision_param), training_flops(family, config)
     measure_speed = functools.partial(speed, clock, global_batch * training.seq_len, mesh.size(), flops, peak)
     incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
-    watch = profiling.Watch(config, device, clock)
     recompilations = RecompilationWatch()
     outlook = Outlook(config, device, mesh.size(), global_batch, clock, active=main_rank)
     tokenizer = open_tokenizer(config.model.hf_assets_path, training.add_bos) if config.validation.sample_prompts else None
@@ -174,12 +174,17 @@ def train(
                 steps = unread.read()
                 newest = saver.newest() if saver and incidents.are_bad(steps) else None  # waits for an unfinished save
                 bad = incidents.judge(steps, newest, loss_scale.scale.item() if loss_scale else None)
-            if bad:
+            if bad:  # removes later reports and checkpoints, and skips the bad samples
                 with clock.phase(step, "going back"), longer_than_a_step():
-                    progress = go_back(bad, step, load()[0], setting, model, incidents, reporter, saves)
+                    restored = load()[0]
+                    float8.measure_weights(model)
+                    rollback = incidents.record_rollback(bad, step, restored.step)
+                    clean_up(saves, restored.step)
+                    reporter.begin(restored.step + 1)
+                    progress = restored._replace(timeline=restored.timeline.after(restored.step, [rollback]))
+                    check_epochs(data, progress.timeline, training.steps)
                     batches.close()
                     batches = batches_from(progress)
-                clock.restart()
                 continue
             progress = progress.with_losses(steps, config.metrics.log_freq)
             for keep in kept:  # files that may have been removed
@@ -207,8 +212,8 @@ def train(
         if saver and saving:
             with clock.phase(step, "saving"):  # for as long as training waits
                 progress = progress._replace(stream=stream_at(batches.state, progress.samples, mesh))
-                saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress))
-                own_code.call("at_save", step, step_folder(saves, step))
+                if saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress)):
+                    own_code.call("at_save", step, step_folder(saves, step))
         elif saver:
             saver.poll()
         if step == first:
@@ -245,26 +250,6 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
     )  # fmt: skip
     if saver and config.checkpoint.last_save_in_hf:
         save_in_hf(saves, progress.step, saver, config.model.name)
-
-
-def go_back(
-    bad: StepRecord,
-    found_at: int,
-    restored: Progress,
-    run: RunIdentity,
-    model: nn.Module,
-    incidents: Incidents,
-    reporter: Reporter,
-    saves: Path,
-) -> Progress:
-    """Completes a rollback to a restored checkpoint: removes later reports and checkpoints, and skips the bad samples."""
-    float8.measure_weights(model)
-    rollback = incidents.record_rollback(bad, found_at, restored.step)
-    clean_up(saves, restored.step)
-    reporter.begin(restored.step + 1)
-    timeline = restored.timeline.after(restored.step, [rollback])
-    check_epochs(run.data, timeline, run.config.training.steps)
-    return restored._replace(timeline=timeline)
 
 
 def save_in_hf(saves: Path, step: int, saver: Saver, name: str) -> None:

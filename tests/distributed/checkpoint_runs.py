@@ -214,12 +214,13 @@ def save_twice(degrees: Degrees, folder: Path) -> tuple[list[str], bool]:
 
 
 def save_a_number(folder: Path) -> None:
-    """A save in which only one rank has something to write."""
-    saver = Saver(folder, Checkpoint(enable=True), 60)
-    saver.save(1, {"scale": torch.tensor(2.0)}, numbers())
+    """Two saves, in which only one rank has something to write; the second one replaces the first."""
+    saver = Saver(folder, Checkpoint(enable=True, keep_latest_k=1), 60)
+    for step in (1, 2):
+        saver.save(step, {"scale": torch.tensor(2.0)}, numbers())
     saver.finish()
     found = {"scale": torch.tensor(0.0)}
-    load.load_tensors(folder / "step-00000001", load.verified(folder / "step-00000001"), found)
+    load.load_tensors(folder / "step-00000002", load.verified(folder / "step-00000002"), found)
     assert found["scale"] == 2.0
 
 

@@ -147,7 +147,7 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
     for size in at_once:
         steps, read = Steps(mesh), []
         for number in range(30):
-            steps.add(number, number * 8, StepLoss(shares[number], None), norms[number])
+            steps.add(number, number * 8, StepLoss(shares[number], None, torch.zeros(())), norms[number])
             if (number + 1) % size == 0:
                 with CommDebugMode() as collectives:
                     read += steps.read()
@@ -250,6 +250,7 @@ def test_rollback_continues_from_the_checkpoint_with_the_batch_after_the_bad_one
     run(pools, degrees, tmp_path / "expected", "stop", BAD, log_freq=log_freq)
     assert checksums(tmp_path / "run", 12) == checksums(tmp_path / "expected", 12)
     assert means(tmp_path / "run")[12] == means(tmp_path / "expected")[12]
+    assert "rollback_seconds" in (tmp_path / "run/metrics.jsonl").read_text()
     assert manifest.read(tmp_path / "run/checkpoint/step-00000012").numbers["samples"] == 64 + 7 * 8
     last = read_entries(tmp_path / "run" / INCIDENTS)[-1]
     assert [last[key] for key in ("kind", "step", "to_step", "next_sample")] == ["rollback", 8, 5, 64]

@@ -10,7 +10,7 @@ import torch
 from tests.distributed.checkpoint_runs import HERE, SHARD, assert_same, assert_sound, names, ranks_of, resumed, saved, train
 from tests.distributed.test_resume import ONE, stored
 from tests.limited import disk
-from titanlite.checkpoint.folder import step_folder
+from titanlite.checkpoint.folder import list_steps, step_folder
 
 root_on_linux = pytest.mark.skipif(
     os.geteuid() != 0 or sys.platform != "linux", reason="only root on Linux can mount a disk of its own"
@@ -45,9 +45,8 @@ def test_a_save_in_the_training_thread_is_reported_before_the_next_step(pools, t
 
 def test_a_rank_may_have_nothing_to_write(pools, tmp_path):
     pools[4].run(f"{HERE}:save_a_number", folder=tmp_path)
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "step-00000001").glob("*.distcp")}
-    assert len([size for size in sizes.values() if size > 0]) == 1
-    assert_sound(tmp_path / "step-00000001")
+    assert list_steps(tmp_path) == [2]
+    assert_sound(tmp_path / "step-00000002")
 
 
 # ----------------------------------------------------------------------------------------------------------- saves that fail
@@ -82,6 +81,11 @@ def test_a_failed_last_save_ends_the_run_with_an_error_on_every_rank(pools, tmp_
         assert "step-00000006: could not be saved: " in rank.error and "the cable is out" in rank.error
     assert saved(tmp_path) == names(2, 4)
     assert_sound(tmp_path / "checkpoint/step-00000004")
+
+
+def test_hooks_get_no_checkpoint_that_could_not_be_saved(pools, tmp_path):
+    ranks = train(pools, SHARD, tmp_path, 6, ("no_write", 1, 4), hooks={"modules": ["tests.own.listing"]})
+    assert [rank.error for rank in ranks] == ["", ""] and saved(tmp_path) == names(2, 6)
 
 
 def test_a_run_resumes_from_the_checkpoint_before_a_failed_one(pools, whole, tmp_path):

@@ -174,6 +174,19 @@ def test_a_hook_that_raises_ends_the_run_with_its_line(own_module):
         OwnCode(with_own_code(hooks=["own_code"])).call("after_step", 7, None, None)
 
 
+def test_hooks_that_a_module_imports_or_makes_are_called(own_module):
+    own_module(
+        "from functools import partial\n\nfrom tests.own.watching import CALLS, at_save\n\n\n"
+        "def record(calls, step, model, optimizer):\n    calls.append(f'after_step {step}')\n\n\n"
+        "after_step = partial(record, CALLS)\n"
+    )
+    code = OwnCode(with_own_code(hooks=["own_code"]))
+    watching.CALLS.clear()
+    code.call("at_save", 2, Path("step-00000002"))
+    code.call("after_step", 7, None, None)
+    assert watching.CALLS == ["at_save 2 step-00000002", "after_step 7"]
+
+
 # ------------------------------------------------------------------------------------------------------ code of the run
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.checkpoint import load, manifest, storage
 from titanlite.checkpoint.manifest import Damaged, FileDigest, Manifest
 from titanlite.checkpoint.save import Saver
-from titanlite.checkpoint.storage import METADATA, Reader, read_metadata
+from titanlite.checkpoint.storage import METADATA, read_metadata
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
 from titanlite.tools.checkpoint import verify
@@ -200,11 +200,11 @@ def test_code_in_a_file_is_not_run_and_the_file_is_named(source, tmp_path, way, 
 
 
 def test_code_that_replaces_a_file_after_its_check_is_not_run(source, tmp_path):
-    """DCP reads the metadata a second time."""
+    """Loading reads the metadata a second time."""
     found = load.verified(source)
     put(source, METADATA, pickle.dumps(Evil(tmp_path / "was here")))
     with pytest.raises(Damaged, match="is refused: it references"):
-        Reader(source, found.files).read_metadata()
+        load.load_tensors(source, found, sample())
     assert not (tmp_path / "was here").exists()
 
 

@@ -9,9 +9,11 @@ from torch import nn
 
 from titanlite.config.schema import Config
 from titanlite.ground import errors
+from titanlite.loop.distillation import Teacher
 from titanlite.loop.memory import Memory, OutOfMemory, held_memory
 from titanlite.loop.metrics import Clock
 from titanlite.loop.remedies import remedies
+from titanlite.optim.ema import attach
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -40,6 +42,13 @@ def test_bytes_are_counted_by_kind():
     assert held_memory(model, optimizer, CPU) == held(20 * 4, 20 * 4, 2 * 20 * 4 + 2 * 4)
     optimizer.zero_grad()
     assert held_memory(model, optimizer, CPU) == held(20 * 4, 0, 2 * 20 * 4 + 2 * 4)
+
+
+def test_an_ema_and_a_teacher_are_counted_too():
+    model, optimizer = small_model()
+    attach(optimizer, 0.9)
+    model.teacher = Teacher(nn.Linear(3, 7))
+    assert held_memory(model, optimizer, CPU) == held(20 * 4, 0, 0) | {"EMA": 20 * 4, "teacher": 28 * 4}
 
 
 def test_the_rest_of_the_allocated_memory_is_activations(monkeypatch):

@@ -98,6 +98,11 @@ def test_console_line_of_a_step_without_labels_or_a_finite_norm():
     assert console_line(7, 100, without) == "step   7/100  mean loss n/a  loss n/a  grad norm not finite"
 
 
+def test_console_line_shows_pauses_and_no_values_of_own_code():
+    values = {"save_seconds": 1.0, "extra/load_seconds": None}
+    assert console_line(7, 100, values) == "step   7/100  save 1.00 s"
+
+
 BEGINNING = Progress(0, Timeline([]))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from titanlite.config.schema import Config
+from titanlite.ground import torch_private
 from titanlite.loop.memory import Memory, OutOfMemory
 from titanlite.loop.metrics import Clock
 from titanlite.loop.profiling import Watch, record_collectives
@@ -30,6 +31,15 @@ def configuration(folder: Path = Path("out"), **sections: dict[str, Any]) -> Con
 
 def watch_of(config: Config, device: torch.device = CPU) -> Watch:
     return Watch(config, device, Clock(0.0))
+
+
+def with_snapshots(config: Config, device: torch.device) -> tuple[Clock, Watch]:
+    """As the loop makes them."""
+    memory = Memory(config, device, 16)
+    clock = Clock(0.0, memory.explained)
+    watch = Watch(config, device, clock)
+    memory.snapshot = watch.snapshot
+    return clock, watch
 
 
 def work(watch: Watch, first: int, last: int) -> None:
@@ -83,6 +93,17 @@ def test_without_a_buffer_nothing_is_recorded(tmp_path):
     assert environment == {"TORCH_FR_BUFFER_SIZE": "0"} and not (tmp_path / "out").exists()
 
 
+def test_a_snapshot_is_written_in_any_phase_that_runs_out_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_private, "record_memory_history", lambda **_: None)
+    monkeypatch.setattr(torch_private, "dump_snapshot", lambda path: Path(path).write_bytes(b""))
+    clock, watch = with_snapshots(configuration(tmp_path, profiling={"enable_memory_snapshot": True}), CPU)
+    with watch.step(4):
+        pass
+    with pytest.raises(OutOfMemory), clock.phase(4, "validation"):
+        raise MemoryError
+    assert written(tmp_path) == ["memory_snapshot/step-00000004-out-of-memory/rank-0.pickle"]
+
+
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
@@ -90,8 +111,7 @@ def test_without_a_buffer_nothing_is_recorded(tmp_path):
 def test_memory_snapshots_are_written_at_the_same_steps_and_when_memory_runs_out(tmp_path):
     device = torch.device("cuda", torch.cuda.current_device())
     config = configuration(tmp_path, profiling={"enable_memory_snapshot": True, "profile_freq": 3})
-    clock = Clock(0.0, Memory(config, device, 16).explained)
-    watch, model = Watch(config, device, clock), nn.Linear(3, 5, device=device)
+    (clock, watch), model = with_snapshots(config, device), nn.Linear(3, 5, device=device)
     for step in range(1, 4):
         with watch.step(step):
             model(torch.ones(2, 3, device=device)).sum().backward()

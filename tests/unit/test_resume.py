@@ -25,12 +25,12 @@ from titanlite.loop.resume import (
     changeable,
     changes,
     check_changes,
-    imported_numbers,
     load_run,
     numbers_of,
 )  # fmt: skip
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.registry.family import Family, family_of, load_family
+from titanlite.tools.import_hf import imported_numbers
 
 TINY = {"model": {"name": "tests.tiny", "flavor": "plain"}, "training": {"seq_len": 32}}
 DATA = learnable_data(Config.model_validate(TINY))
@@ -138,12 +138,13 @@ def test_impossible_changes_cannot_be_allowed():
 def test_other_data_must_be_allowed_explicitly():
     """Text and tokenizer are compared by their effect, not by their paths."""
     other = data_of([np.arange(500)], configuration(), 512)
+    other._tokenizer = "another"  # a second change of "data", which is allowed once
 
     def go_on(*allowed: str) -> None:
         config = configuration({"checkpoint.allow_changes": list(allowed), "training.dataset": "elsewhere"})
         check_changes(setting(config)._replace(data=other), SOURCE, stored())
 
-    with pytest.raises(UserError, match=r"checkpoint\.allow_changes"):
+    with pytest.raises(UserError, match=r"checkpoint\.allow_changes 'training\.\*,data'$"):
         go_on("training.*")
     go_on("data")
     resume({"training.dataset": "elsewhere"})

@@ -94,8 +94,8 @@ def load_tensors(
     missing in the checkpoint, is only in the checkpoint, or has another shape there.
     """
     with together():  # it may have been damaged after it was verified
-        entries = tensor_entries(read_metadata(source, saved.files))
-    stored = {name: entry for name, entry in entries.items() if name.startswith(prefix)}
+        metadata = read_metadata(source, saved.files)
+    stored = {name: entry for name, entry in tensor_entries(metadata).items() if name.startswith(prefix)}
     targets, known = dict(tensors), {*stored, *tensors, *elsewhere}
     for pattern in exclude:
         names = fnmatch.filter(known, pattern)
@@ -111,7 +111,7 @@ def load_tensors(
         remedy = "checkpoint.exclude_from_loading can list tensors that keep their initial values or are not loaded"
         raise UserError(listed(f"{source}: does not fit this run:", mismatches, remedy))
     try:
-        dcp.load(targets, storage_reader=Reader(source, saved.files))
+        dcp.load(targets, storage_reader=Reader(source, metadata))
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         if isinstance(cause, UserError):  # Damaged or Unread

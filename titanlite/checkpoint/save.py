@@ -46,8 +46,9 @@ class Saver:
         self._stager = _Stager(pinned=cfg.async_mode == "async_with_pinned_mem") if cfg.async_mode != "disabled" else None
         self._pending: tuple[int, float, Future] | None = None  # step, start time, result
 
-    def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Writes the checkpoint of a step, after any pending save. Returns when the tensors may change."""
+    def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> bool:
+        """Writes the checkpoint of a step, after any pending save. Returns when the tensors may change: False if it has failed,
+        which an asynchronous one shows later."""
         self.wait()
         unfinished, final = unfinished_folder(self._folder, step), step_folder(self._folder, step)
 
@@ -70,6 +71,7 @@ class Saver:
             done = pending
         self._pending = (step, begin, done)
         self.poll()
+        return self._stager is not None or not self.failure
 
     def poll(self) -> None:
         """Reports a save if it has ended; does not wait."""

@@ -118,7 +118,7 @@ class Writer(FileSystemWriter):
         self._name, self._commit = name, commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        results = super().write_data(plan, planner).wait() if plan.items else []  # it would write an empty file
         self._read_back(self.fs.written)
         done: Future[list[WriteResult]] = Future()
         done.set_result([_Written(**vars(r), files=self.fs.written if n == 0 else {}) for n, r in enumerate(results)])
@@ -166,17 +166,16 @@ class _NamedFiles(FileSystem):
 
 
 class Reader(FileSystemReader):
-    """Reads the tensors of a checkpoint with these `files`. Raises Damaged for metadata that titanlite cannot have written."""
+    """Reads the tensors of a checkpoint that has this metadata, as `read_metadata` returns it."""
 
-    def __init__(self, folder: Path, files: dict[str, FileDigest]):
+    def __init__(self, folder: Path, metadata: Metadata):
         super().__init__(folder)
         self.fs = _NamedFiles()
-        self._files = files
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path), self._files)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
 
 class _Unpickler(pickle.Unpickler):

@@ -23,7 +23,7 @@ class Stored:
         self.source, self._average = source, average
         self.manifest, self._metadata = intact(source, part, parts)
         self.entries = tensor_entries(self._metadata)
-        self._reader = Reader(source, self.manifest.files)
+        self._reader = Reader(source, self._metadata)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         if average and AVERAGE_UPDATES not in self.entries:
             raise no_average(source)

@@ -57,7 +57,7 @@ class StepRecord(NamedTuple):
     first_sample: int  # of its global batch, counted over the whole run
     loss: float | None  # None: no token was a label
     norm: float  # of the gradient, before clipping
-    further: float | None = None  # the mean loss of the MTP modules; None: there are none
+    further: float | None = None  # the mean loss of the MTP modules; 0 without them
 
 
 class Steps:
@@ -81,17 +81,15 @@ class Steps:
             return []
         numbers, samples, found, norms = zip(*self.waiting, strict=True)
         self.waiting = []
-        shares = [each.share for each in found] + [each.further for each in found if each.further is not None]
-        losses = torch.stack(shares).double()
+        losses = torch.stack([torch.stack([each.share, each.further]) for each in found], dim=1).double()  # (2, steps)
         dist.all_reduce(losses)
-        losses, further = (losses / self.copies).float().tensor_split([len(found)])
         labels = [torch.ones_like(each.share) if each.labels is None else each.labels for each in found]
         # cpu_offload has the norms on the CPU
-        values = [losses, torch.stack(labels), torch.stack(norms).to(losses.device), *([further] if len(further) else [])]
+        values = [*(losses / self.copies).float(), torch.stack(labels), torch.stack(norms).to(losses.device)]
         rows = zip(numbers, samples, *torch.stack(values).tolist(), strict=True)
         return [
-            StepRecord(number, sample, loss if known else None, norm, *(rest if known else ()))
-            for number, sample, loss, known, norm, *rest in rows
+            StepRecord(number, sample, loss if known else None, norm, further if known else None)
+            for number, sample, loss, further, known, norm in rows
         ]
 
 
@@ -123,43 +121,33 @@ def decide(
     gone back to it.
 
     Later bad steps matter under "skip" only. The target of a rollback therefore does not depend on how many steps are read at
-    once, a number that differs in a resumed run.
+    once, a number that differs in a resumed run. With a loss scale, steps are skipped under every policy: the loss may stay
+    finite while no gradient is.
     """
-    bad = [step for step in steps if is_bad(step, scale is not None)]
-    last, reason, streak = _persistent(steps, policy, scale, streak)
-    if last is not None and (policy == "skip" or not bad or last.number <= bad[0].number):
-        before = [step for step in bad if step.number < last.number]
-        return Decision([*before, last], "stop", reason, streak)
+    most = _OVERFLOWS_IN_A_ROW if scale is not None else _SKIPS_IN_A_ROW if policy == "skip" else math.inf
+    bad, reason = list[StepRecord](), ""
+    for step in steps:
+        streak = streak + 1 if is_bad(step, scaled=False) else 0
+        if streak > most:
+            reason = f"{streak} steps in a row were not finite, so the weights are the cause, not the batches"
+        elif streak and scale is not None and scale < LEAST:
+            reason = f"gradients overflow with a loss scale of {scale:g}, below float16's normal range"
+        if reason:  # skipping does not help
+            reason += "; checkpoint.load_step goes back to earlier weights"
+            if scale is not None:
+                reason += ', and training.mixed_precision_param = "bfloat16" or "float32" has the range that float16 lacks'
+            return Decision([*bad, step], "stop", reason, streak)
+        if is_bad(step, scale is not None):
+            bad.append(step)
+            if policy != "skip":
+                break
     if not bad:
         return Decision(bad, "", "", streak)
-    reason = ""
     if policy == "rollback" and newest is None:
         reason = "there is no checkpoint yet to go back to"
     elif policy == "rollback" and rollbacks >= _ROLLBACKS:
         reason = f"the run has gone back to step {newest} {rollbacks} times without success"
-    return Decision(bad if policy == "skip" else bad[:1], "stop" if reason else policy, reason, streak)
-
-
-def _persistent(steps: list[StepRecord], policy: str, scale: float | None, streak: int) -> tuple[StepRecord | None, str, int]:
-    """(the step that shows that skipping does not help, why, steps in a row that were not finite up to the last one).
-
-    With a loss scale, steps are skipped under every policy: the loss may stay finite while no gradient is.
-    """
-    most = _OVERFLOWS_IN_A_ROW if scale is not None else _SKIPS_IN_A_ROW if policy == "skip" else math.inf
-    found, reason = None, ""
-    for step in steps:
-        streak = streak + 1 if is_bad(step, scaled=False) else 0
-        if streak > most and found is None:
-            found = step
-            reason = f"{streak} steps in a row were not finite, so the weights are the cause, not the batches"
-    overflowed = [step for step in steps if is_bad(step, scaled=False)]
-    if found is None and overflowed and scale is not None and scale < LEAST:
-        found, reason = overflowed[-1], f"gradients overflow with a loss scale of {scale:g}, below float16's normal range"
-    if reason:
-        reason += "; checkpoint.load_step goes back to earlier weights"
-    if reason and scale is not None:
-        reason += ', and training.mixed_precision_param = "bfloat16" or "float32" has the range that float16 lacks'
-    return found, reason, streak
+    return Decision(bad, "stop" if reason else policy, reason, streak)
 
 
 # ------------------------------------------------------------------------------------------------------------------- spikes

@@ -37,7 +37,7 @@ class StepLoss(NamedTuple):
 
     share: Tensor  # () float32; the shares of all data-parallel ranks sum to the loss
     labels: Tensor | None  # () float32, the labels of the global batch; None: every token is one
-    further: Tensor | None = None  # () float32; the shares of all data-parallel ranks sum to the MTP modules' mean loss
+    further: Tensor  # () float32; the shares of all data-parallel ranks sum to the mean loss of the MTP modules; 0 without them
 
 
 def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:

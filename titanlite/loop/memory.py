@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, where
 from titanlite.launch import failure, process
 from titanlite.loop.remedies import remedies
+from titanlite.optim.ema import ema_of
 from titanlite.transforms.shards import local_part
 
 GIB = 2**30
@@ -24,10 +25,14 @@ class OutOfMemory(UserError):
 
 
 class Memory:
-    """The memory of this rank: what holds it, once the loop has set `model` and `optimizer`."""
+    """The memory of this rank: what holds it, once the loop has set `model` and `optimizer`.
+
+    snapshot: writes a snapshot when memory runs out; the loop sets it.
+    """
 
     def __init__(self, config: Config, device: torch.device, global_batch: int):
         self.config, self.device, self.global_batch = config, device, global_batch
+        self.snapshot: Callable[[str], None] = lambda suffix: None
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -39,6 +44,7 @@ class Memory:
         except (RuntimeError, MemoryError, OSError) as error:
             if not failure.ran_out(error):
                 raise
+            self.snapshot("-out-of-memory")
             raise OutOfMemory(self._text(failure.out_of_memory(error))) from None
 
     def _text(self, what: str) -> str:
@@ -88,11 +94,14 @@ def held_memory(model: nn.Module | None, optimizer: torch.optim.Optimizer | None
     """
     held: dict[str, int] = {}
     if model is not None and optimizer is not None:
+        average, teacher = ema_of(optimizer), getattr(model, "teacher", None)
         state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
         held = {
             "parameters": bytes_on(device, model.parameters()),
             "gradients": bytes_on(device, (p.grad for p in model.parameters())),
             "optimizer state": bytes_on(device, state),
+            **({"EMA": bytes_on(device, average.averages.values())} if average else {}),
+            **({"teacher": bytes_on(device, teacher.model.parameters())} if teacher else {}),
         }
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)

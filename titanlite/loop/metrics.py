@@ -233,5 +233,6 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
             value, label = values[name], text.partition(" {")[0]
             aside = f"{label} n/a" if value is None else f"{label} not finite"
             parts.append(aside if finite(value) is None else text.format(value))
-    parts += [f"{name.removesuffix('_seconds')} {value:.2f} s" for name, value in values.items() if name.endswith("_seconds")]
+    pauses = [name for name in values if name.endswith("_seconds") and not name.startswith("extra/")]
+    parts += [f"{name.removesuffix('_seconds')} {values[name]:.2f} s" for name in pauses]
     return "  ".join(parts)

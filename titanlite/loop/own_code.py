@@ -51,14 +51,11 @@ class Part(NamedTuple):
         returned = self(*arguments)
         found = {} if returned is None else returned
         try:
-            return _PAIRS.validate_python({name: _pair(value) for name, value in found.items()})
+            pairs = {name: value if isinstance(value, tuple) else (value, 1) for name, value in found.items()}
+            return _PAIRS.validate_python(pairs)
         except (AttributeError, ValidationError):
             what = "a dict from names to numbers, or to pairs of a sum and a number"
             raise UserError(f"{self.source}: returns {returned!r}; must be {what} ({place(self.function)})") from None
-
-
-def _pair(value: object) -> object:
-    return value if isinstance(value, tuple) else (value, 1)
 
 
 class OwnCode:
@@ -132,14 +129,14 @@ def _hooks_of(name: str) -> dict[str, Part]:
     """The hooks of a module, by name. Raises UserError for a module without hooks, or with an unknown one."""
     key = f'{HOOKS} = "{name}"'
     module = import_named(key, name, "it must be importable from here")
-    own = {each: part for each, part in vars(module).items() if inspect.isfunction(part) and part.__module__ == module.__name__}
     known = ", ".join(ARGUMENTS)
-    if misspelt := [each for each in own if each.startswith(("after_", "at_")) and each not in ARGUMENTS]:
-        hint = suggest(misspelt[0], list(ARGUMENTS))
-        raise UserError(f"{key}: {misspelt[0]} is no hook{hint}; hooks are {known} ({place(own[misspelt[0]])})")
-    if not own.keys() & ARGUMENTS:
+    for each, part in vars(module).items():
+        written_here = inspect.isfunction(part) and part.__module__ == module.__name__
+        if written_here and each.startswith(("after_", "at_")) and each not in ARGUMENTS:
+            raise UserError(f"{key}: {each} is no hook{suggest(each, list(ARGUMENTS))}; hooks are {known} ({place(part)})")
+    hooks = {each: Part(f"{key}: {each}", part) for each in ARGUMENTS if callable(part := vars(module).get(each))}
+    if not hooks:
         raise UserError(f"{key}: has none of the functions {known} ({module.__file__})")
-    hooks = {each: Part(f"{key}: {each}", own[each]) for each in ARGUMENTS if each in own}
     for each, part in hooks.items():
         try:
             inspect.signature(part.function).bind(*ARGUMENTS[each])

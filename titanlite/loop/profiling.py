@@ -14,7 +14,6 @@ from titanlite.config.schema import Config
 from titanlite.ground import torch_private
 from titanlite.ground.files import tolerated
 from titanlite.ground.run_files import COLLECTIVES
-from titanlite.loop.memory import OutOfMemory
 from titanlite.loop.metrics import Clock
 
 _RECORDED_ALLOCATIONS = 100_000  # events that a memory snapshot looks back on; some 100 MB of it as a file
@@ -24,12 +23,14 @@ class Watch:
     """Profiles the steps of a run; each runs inside `with watch.step(number):`.
 
     Every rank writes <save_traces_folder>/step-00000010/rank-0.json.gz and <save_memory_snapshot_folder>/step-00000010/
-    rank-0.pickle in the run directory, at the steps that `profile_freq` divides. The clock counts that time as a pause.
+    rank-0.pickle in the run directory, at the steps that `profile_freq` divides. The clock counts that time as a pause. Memory
+    is recorded from here on, so the loop creates it before the model.
     """
 
     def __init__(self, config: Config, device: torch.device, clock: Clock):
         self.config, self.device, self.clock = config, device, clock
         self.profiler: profile | None = None
+        self.current = 0  # the latest step that began
         if device.type == "cpu":
             # PyTorch 2.13 writes two lines about GPUs to standard error for each trace, at a level above its errors.
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -38,15 +39,10 @@ class Watch:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Writes a snapshot if a phase of the step runs out of memory."""
+        self.current = step
         self._begin(step)
-        try:
-            with record_function(f"step {step}"):
-                yield
-        except OutOfMemory:
-            if self.config.profiling.enable_memory_snapshot:
-                self._snapshot(step, "-out-of-memory")
-            raise
+        with record_function(f"step {step}"):
+            yield
         self._end(step)
 
     def close(self) -> None:
@@ -83,23 +79,25 @@ class Watch:
             if self.profiler is not None:
                 self.profiler.stop_trace()
                 with tolerated(cfg.save_traces_folder):
-                    self.profiler.export_chrome_trace(self._file(cfg.save_traces_folder, step, "json.gz"))
+                    self.profiler.export_chrome_trace(self._file(cfg.save_traces_folder, "json.gz"))
                 self.profiler = None
-            if cfg.enable_memory_snapshot:
-                self._snapshot(step)
+            self.snapshot()
 
     def _finish_queue(self) -> None:
         """Waits for the GPU: the work queued so far is training, and no part of the pause that follows."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _snapshot(self, step: int, suffix: str = "") -> None:
+    def snapshot(self, suffix: str = "") -> None:
+        """A snapshot of the memory of the latest step, if they are enabled."""
         cfg = self.config.profiling
-        with tolerated(cfg.save_memory_snapshot_folder):
-            torch_private.dump_snapshot(self._file(cfg.save_memory_snapshot_folder, step, "pickle", suffix))
+        if cfg.enable_memory_snapshot:
+            with tolerated(cfg.save_memory_snapshot_folder):
+                torch_private.dump_snapshot(self._file(cfg.save_memory_snapshot_folder, "pickle", suffix))
 
-    def _file(self, folder: str, step: int, kind: str, suffix: str = "") -> str:
-        path = Path(self.config.job.dump_folder) / folder / f"step-{step:08d}{suffix}" / f"rank-{dist.get_rank()}.{kind}"
+    def _file(self, folder: str, kind: str, suffix: str = "") -> str:
+        step = f"step-{self.current:08d}{suffix}"
+        path = Path(self.config.job.dump_folder) / folder / step / f"rank-{dist.get_rank()}.{kind}"
         path.parent.mkdir(parents=True, exist_ok=True)
         return str(path)
 

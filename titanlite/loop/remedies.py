@@ -1,6 +1,6 @@
 """Ways to save memory, the cheapest first: one table, for the error when memory runs out and for the check before a start."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from titanlite.config.read import toml_value
@@ -74,13 +74,6 @@ def remedies(config: Config, global_batch: int, training: bool = True) -> list[s
     ways = [f"{spelled(keys)}: {each.cost}" for keys, each in of_table if training or each.saves == "state"]
     offload = "" if config.parallelism.cpu_offload else "; or parallelism.cpu_offload = true, which is slower"
     return [*ways, f"a larger parallelism.data_parallel_shard_degree, on more GPUs{offload}"]
-
-
-def kept_savers(config: Config) -> Iterator[tuple[str, Config]]:
-    """Ways to keep less between microbatches or steps, each with the configuration that it makes."""
-    for remedy in REMEDIES:
-        if remedy.saves != "activations" and (keys := remedy.keys(config, 0)):
-            yield spelled(keys), with_keys(config, keys)
 
 
 def spelled(keys: dict[str, Any]) -> str:

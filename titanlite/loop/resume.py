@@ -143,12 +143,6 @@ def stream_at(state: str, sample: int, mesh: DeviceMesh) -> Position | None:
     return Position(sample, [json.loads(by_rank[part]) for part in range(len(by_rank))])
 
 
-def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a manifest for imported weights. model: the keys of [model] that describe them."""
-    nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}}
-    return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
-
-
 def restore(
     run: RunIdentity, model: nn.Module, optimizer: torch.optim.Optimizer, loss_scale: LossScale | None, folder: Path
 ) -> tuple[Progress, Schedule]:
@@ -317,7 +311,8 @@ def check_changes(run: RunIdentity, source: Path, found: Manifest) -> Schedule:
 
 def _allow(config: Config, keys: list[str]) -> str:
     """The option that allows these keys and those allowed already."""
-    return f"--checkpoint.allow_changes {shlex.quote(','.join([*config.checkpoint.allow_changes, *keys]))}"
+    every = dict.fromkeys([*config.checkpoint.allow_changes, *keys])
+    return f"--checkpoint.allow_changes {shlex.quote(','.join(every))}"
 
 
 def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:

@@ -76,7 +76,7 @@ def forward_backward(
     if model.pipeline is not None:  # it begins a microbatch before the backward pass of earlier ones
         divisor = labels if loss_scale is None else 1 / loss_scale.scale
         losses = model.pipeline.train([to_microbatch(model, each) for each in microbatches], divisor)
-        return StepLoss(losses.sum() / labels, known)
+        return StepLoss(losses.sum() / labels, known, further)
     for number, microbatch in enumerate(microbatches, 1):
         choose_reductions(model, deferred, last=number == len(microbatches))
         if of_depths is None:
@@ -89,7 +89,7 @@ def forward_backward(
         loss = summed / labels
         (loss if loss_scale is None else summed * loss_scale.scale).backward()
         share += loss.detach()
-    return StepLoss(share, known, further if depths else None)
+    return StepLoss(share, known, further)
 
 
 def update(

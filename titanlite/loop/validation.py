@@ -12,8 +12,10 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import PADDING, Data
 from titanlite.data.tokenizer import LoadedTokenizer
+from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.loop.loss import summed_losses
 from titanlite.optim.ema import Ema
+from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import DATA_DIMENSIONS, LOSS_DIMENSIONS, data_degree, data_rank, sum_over
 
 
@@ -33,8 +35,6 @@ def validate(
     make the same number of forward passes; after the last sample they get padding, whose labels do not count.
     average: measured in a second pass, as validation_loss_ema. kind: follows "validation_loss" in names.
     """
-    from titanlite.parallel.fsdp import evaluating  # not at the top: a check needs no FSDP
-
     lengths = torch.from_numpy(data.byte_lengths).to(device)
     sums = torch.zeros(len(data.sources), 3, dtype=torch.float64, device=device)  # loss, labels, bytes
     with evaluating(model):
@@ -61,8 +61,6 @@ def validate(
 
 def sample_texts(model: Decoder, config: Config, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
     """What the model writes after each of validation.sample_prompts; all ranks together."""
-    from titanlite.inference.generate import Sampling, continue_texts  # not at the top: a check needs no FSDP
-
     cfg, sampling = config.validation, Sampling(seed=config.training.seed)
     return continue_texts(model, tokenizer, cfg.sample_prompts, cfg.sample_tokens, sampling, mesh["tp"].size())
 

@@ -9,7 +9,7 @@ from models.decoder import Decoder
 from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.loop.memory import GIB, machine_memory
-from titanlite.loop.remedies import kept_savers, with_keys
+from titanlite.loop.remedies import REMEDIES, spelled, with_keys
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import StageAssignment, assign_stages
@@ -109,8 +109,10 @@ def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iter
 def _ways(config: Config, ranks: int, room: int) -> Iterator[tuple[str, int]]:
     """Options that leave less to keep, each with the bytes that remain; of more ranks, the first number that fits `room`."""
     family = family_of(config.model)
-    for text, changed in kept_savers(config):
-        yield text, kept_bytes(changed, on_meta(family, changed), ranks)
+    for remedy in REMEDIES:
+        if remedy.saves != "activations" and (keys := remedy.keys(config, 0)):
+            changed = with_keys(config, keys)
+            yield spelled(keys), kept_bytes(changed, on_meta(family, changed), ranks)
     sharded, model = with_keys(config, {"parallelism.data_parallel_shard_degree": -1}), on_meta(family, config)
     of_more = ((ranks * more, kept_bytes(sharded, model, ranks * more)) for more in _MORE_RANKS)
     if (enough := next((found for found in of_more if found[1] <= room), None)) is not None:

@@ -34,7 +34,7 @@ from titanlite.hf.load import load_weights
 from titanlite.hf.output import start_output
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.metrics import peak_memory_gib
-from titanlite.loop.resume import imported_numbers
+from titanlite.registry.family import Family
 from titanlite.tools.open_model import Recognized, recognize
 from titanlite.tools.options import LOCAL_RANKS, SEED, WholeNumber, command_parser, existing_folder, new_path, nonempty
 from titanlite.tools.upcycle import Upcycling, copied, fill_routers, moe_of
@@ -93,6 +93,12 @@ def model_section(model: Recognized, source: Path) -> dict[str, Any]:
     # flavor "hf" if no flavor has the dimensions: an export reads them again from the source
     section: dict[str, Any] = {"name": model.name, "flavor": model.flavor, "hf_assets_path": str(source.resolve())}
     return section | ({"overrides": model.overrides} if model.overrides else {})
+
+
+def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a manifest for imported weights. model: the keys of [model] that describe them."""
+    nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}}
+    return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
 
 
 def import_hf(
