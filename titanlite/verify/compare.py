@@ -31,17 +31,9 @@ from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import data_degree, data_rank, parts_of, ranks_of, rng_rank
+from titanlite.plan.job import DEGREES
 from titanlite.registry.family import Family, family_of
 
-# mesh dimension -> its key in [parallelism]
-DEGREES = {
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "ep": "expert_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-}
 # The meshes of `check-model`, and of `verify` by default: a new dimension joins with one line.
 MESHES = {
     "2 x 2": {"dp_shard": 2, "tp": 2},
