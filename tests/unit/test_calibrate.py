@@ -37,7 +37,7 @@ def written(folder, entry: Device, name="mine"):
 
 
 def job(device: str, *words: str) -> Job:
-    return read_job(read_config("train_configs/llama_debug.toml", list(words)), list(words), device, 8)
+    return read_job(read_config("train_configs/llama_debug.toml", list(words)), device, 8)
 
 
 def run(monkeypatch, *words: str) -> None:

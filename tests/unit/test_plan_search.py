@@ -26,7 +26,7 @@ GOOD = Choice(dp_shard=32, tp=8, microbatch=16, recompute="full")
 
 
 def job(recipe="llama_70b", *words, device="h100") -> Job:
-    return read_job(read_config(f"train_configs/{recipe}.toml", list(words)), list(words), device, 8)
+    return read_job(read_config(f"train_configs/{recipe}.toml", list(words)), device, 8)
 
 
 JOB = job()
@@ -124,6 +124,7 @@ def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, ca
     assert "  2. " in out and "about" in out and "error: 10% on average" in out
     printed = re.search(r"--training.local_batch_size (\d+)", out)
     assert printed and read_config("best.toml", []).training.local_batch_size == int(printed[1])
+    assert read_config("best.toml", []).model.flavor == "debug", "what the options say is a part of it"
 
 
 @pytest.mark.parametrize(
