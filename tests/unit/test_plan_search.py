@@ -106,11 +106,17 @@ def test_experts_are_split_only_where_they_are_divisible():
         ("llama_70b", ["--training.global_batch_size", "-1"], "training.global_batch_size"),
         ("llama_70b", ["--training.mixed_precision_param", "float32"], "training.mixed_precision_param"),
         ("llama_70b_lora", [], "lora.enable"),
+        ("llama_8b", ["--parallelism.reduce_every_microbatch", "false"], "parallelism.reduce_every_microbatch"),
+        ("llama_8b", ["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option"),
     ],
 )
 def test_what_the_model_of_time_does_not_know_is_refused(recipe, words, named):
     with pytest.raises(UserError, match=named):
         job(recipe, *words)
+
+
+def test_blocks_are_compiled_only_where_the_model_is_among_the_components():
+    assert job("llama_8b").compiled and not job("llama_8b", "--compile.components", "loss").compiled
 
 
 def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):
