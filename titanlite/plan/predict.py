@@ -91,16 +91,16 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
         layers, fused = Layers.of(model, family, config), compiles(given, "loss")
         setup = Setup(family, config, mesh, device_type, routing, fused)
         accumulates = microbatches > 1  # otherwise no gradients exist before the backward pass
-        held, host = measure_memory(setup, layers.few, accumulates), 0
+        held = measure_memory(setup, layers.few, accumulates)
         teacher = build_teacher(config, mesh, torch.device("cpu"))
+        on_host = dict.fromkeys(held.kept, 0)
         of_teacher = sum(map(local_bytes, teacher.model.parameters())) if teacher else 0
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
-            host = sum(held.kept[layers.stands_for[name]] for name in layers.whole)
-            held = offloaded(held)
+            on_host, held = held.kept, offloaded(held)
         update = whole_update(layers, setup)
         if not compiler_decides(config):  # a graph's collectives have no caller by which they could be named
             setup = setup._replace(config=config.model_copy(update={"compile": Compile()}))
-        measured = Measured(model, layers, held, update, microbatches)
+        measured = Measured(model, layers, held, on_host, update, microbatches)
         if degree > 1:
             flow = flow_of(whole, family_of(whole.model), mesh["tp"])
             setup = setup._replace(config=pipeline.flat(whole).model_copy(update={"compile": setup.config.compile}))
@@ -128,6 +128,7 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
     if offload:
         moments = [each._replace(memory=each.memory._replace(masters=0, gradients=0, moments=0)) for each in moments]
     return Prediction(parameters, moments, added(passes, update.work), host)
+    host = sum(on_host[layers.stands_for[name]] for name in layers.whole)
 
 
 class Measured(NamedTuple):
@@ -137,6 +138,7 @@ class Measured(NamedTuple):
     layers: Layers
     held: MicrobatchMemory  # of a microbatch
     update: Update
+    on_host: dict[str, int]  # bytes that the host keeps of each of the few layers for a microbatch
     microbatches: int
 
     def part_of(self, share: StageAssignment) -> float:
@@ -175,6 +177,9 @@ def of_worst_rank(
     with simulated_ranks(degree):
         schedule = config.parallelism.pipeline_parallel_schedule
         order = pipeline.orders(schedule, degree, measured.microbatches, len(costs))
+    stages, equal = every[rank].stages, measured.layers.stands_for
+    on_host = {number: sum(measured.on_host[equal[name]] for name in blocks) for number, blocks in stages.items()}
+    host = max(kept for _, kept, _ in pipeline.held_after(order[rank], on_host, dict.fromkeys(stages, 0)))
     backward = 3 if config.activation_checkpoint.mode == "full" else 2
     bubble = pipeline.rehearse(order, costs, [backward * cost for cost in costs]).bubble
     each = [moments_of(share, config, whole, measured, received, order[rank]) for rank, share in enumerate(every)]
@@ -199,7 +204,7 @@ def moments_of(
     training, part, held = config.training, measured.part_of(share), measured.held
     own = [(p.requires_grad, local_bytes(p)) for name, p in measured.model.named_parameters() if share.untied().has(name)]
     states = MemoryEstimate(sum(size for _, size in own), 0, round(measured.update.state * part), 0, 0)
-    kept, gradients, last = [0] * len(received), [0] * len(received), len(received) - 1
+    kept, gradients, last = dict[int, int](), dict[int, int](), len(received) - 1
     for number, blocks in share.stages.items():
         stage = share._replace(stages={number: blocks}, embed=number == 0, head=number == last)
         kept[number] = sum(held.kept[measured.layers.stands_for[name]] for name in blocks) + size_of(received[number])
