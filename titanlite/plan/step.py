@@ -274,7 +274,7 @@ def _kernels_of(setup: Setup) -> Iterator[None]:
         attention.attend = partial(_attend_on_cuda, elsewhere=attention.attend)
         attention.dense_mask = lambda documents, *_: documents.new_ones(1, 1, 1, 1, dtype=torch.bool)
         if not setup.config.compile.enable:
-            F.rms_norm = lambda x, _, weight, __: _FusedNorm.apply(x, weight)  # type: ignore[assignment]
+            F.rms_norm = lambda x, _, weight, __: _FusedNorm.apply(x, weight)  # type: ignore[assignment, misc]
     try:
         yield
     finally:

@@ -83,8 +83,8 @@ def main() -> None:
         sys.exit(1)
     if options.output:
         values = config.model_dump()
-        given = [key.split(".") for key, layer in config.layers.items() if layer == OPTION]
-        kept = {f"{section}.{name}": value for section, name in given if (value := values[section][name]) is not None}
+        by_option = [key.split(".") for key, layer in config.layers.items() if layer == OPTION]
+        kept = {f"{section}.{name}": value for section, name in by_option if (value := values[section][name]) is not None}
         write(options.output, path, kept | keys_of(winners[0].candidate.choice))
     if options.trace:
         trace = {"traceEvents": events(job, winners[0].candidate.choice), "displayTimeUnit": "ms"}
