@@ -23,12 +23,13 @@ from titanlite.optim.build import build_optimizer
 from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import ranks_of
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
+from titanlite.plan.job import DEGREES
 from titanlite.plan.pipeline import Action, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
 from titanlite.plan.step import local_bytes, simulated_ranks
 from titanlite.registry.family import family_of
-from titanlite.verify.compare import DEGREES, Comparison, Trajectory, compare, replaced
+from titanlite.verify.compare import Comparison, Trajectory, compare, replaced
 
 HERE = "tests.distributed.test_pipeline"
 TWO, FOUR = {"pp": 2}, {"pp": 4}

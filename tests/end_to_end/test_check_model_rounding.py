@@ -8,9 +8,10 @@ import torch
 from tests.end_to_end import test_check_model
 from tests.end_to_end.test_check_model import command, failed, table
 from titanlite.config.schema import Model
+from titanlite.plan.job import DEGREES
 from titanlite.registry.family import load_family
 from titanlite.tools import check_model
-from titanlite.verify.compare import DEGREES, compare, meshes_of
+from titanlite.verify.compare import compare, meshes_of
 from titanlite.verify.rounding import settle
 from titanlite.verify.small_runs import describe, gradients_small, train_small
 from titanlite.verify.table import COMPILED, RECOMPUTED, TRAINED, Row

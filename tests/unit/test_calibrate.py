@@ -7,8 +7,9 @@ import pytest
 
 from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
-from titanlite.plan.calibrate import Measured, _link, shortest_stretch
-from titanlite.plan.time import Choice, Device, Job, device_named, memory, ring, shipped_as, step
+from titanlite.ground.untrusted import parse_toml
+from titanlite.plan.calibrate import Measured, _link, _table, shortest_stretch
+from titanlite.plan.time import LINK, Choice, Device, Job, all_to_all, device_named, memory, ring, shipped_as, step
 from titanlite.tools import plan as tool
 from titanlite.tools.plan import read_job
 
@@ -37,7 +38,7 @@ def written(folder, entry: Device, name="mine"):
 
 
 def job(device: str, *words: str) -> Job:
-    return read_job(read_config("train_configs/llama_debug.toml", list(words)), list(words), device, 8)
+    return read_job(read_config("train_configs/llama_debug.toml", list(words)), device, 8)
 
 
 def run(monkeypatch, *words: str) -> None:
@@ -69,6 +70,11 @@ def test_links_are_recovered_from_the_times_of_collectives(tmp_path):
     assert bandwidth == pytest.approx(4.0, rel=0.02) and latency == pytest.approx(50e-6, rel=0.05)
 
 
+def test_a_table_of_any_numbers_is_toml():
+    values = {"hop_microseconds": 12345.6, "bf16_tflops": 4.3e-6, "network_gb_per_second": 0.0, "sms": 1}
+    assert parse_toml("\n".join(_table("mine", values)))["mine"] == {**values, "hop_microseconds": 12346.0}
+
+
 def test_on_a_cpu_an_operation_takes_what_it_takes_in_a_stretch_without_other_programs():
     slow, quiet = [0.02, 0.03, 0.004, 0.05], [0.01, 0.012, 0.008, 0.01]  # the shortest one is among the slow ones
     assert shortest_stretch([*quiet, *slow, *quiet, *quiet]) == pytest.approx(0.009)
@@ -84,6 +90,12 @@ def test_several_gpus_are_refused_where_their_links_are_unknown(tmp_path, monkey
     linked.check("mine", 8, 8)
     with pytest.raises(UserError, match="network_gb_per_second"):
         linked.check("mine", 16, 8)
+    network = ENTRY.model_copy(update={"cpu_ranks": 0, "nvlink_gb_per_second": 0.0, "network_gb_per_second": 25.0})
+    with pytest.raises(UserError, match="nvlink_gb_per_second"):
+        network.check("mine", 16, 8)
+    network.check("mine", 2, 1)
+    of_one = job(written(tmp_path, network), *FLOAT32)._replace(node=1)  # nodes of one GPU, which use no other link
+    assert ring(of_one, 2, 1, 1e9) == pytest.approx(0.5e9 / (25e9 * LINK), rel=0.01) == all_to_all(of_one, 2, 1e9)
 
 
 def test_a_cpu_hides_no_collectives_and_float32_has_twice_the_bytes(tmp_path):

@@ -112,8 +112,12 @@ def test_check_model_fails_if_a_start_does_not_enforce_the_limits(monkeypatch):
         refused_generation(model, load_family("tests.tiny", "plain"))
 
 
-def test_verify_leaves_out_meshes_beyond_the_familys_limits(monkeypatch):
-    config = Config.model_validate({"model": {"name": "tests.tiny", "flavor": "plain"}})
-    every = verify._default_meshes(config)
+def test_verify_leaves_out_meshes_that_a_run_refuses_and_prints_why(monkeypatch, capsys):
+    config = Config.model_validate({"model": {"name": "tests.tiny", "flavor": "large"}, "training": {"seq_len": 64}})
+    every = [mesh for _, mesh in verify.checked("run.toml", [], config)]
     declared(monkeypatch, stages=False, causal=False, tensor_parallel=1)
-    assert verify._default_meshes(config) == [mesh for mesh in every if not {"pp", "cp", "tp"} & {*mesh}] != every
+    possible = [mesh for _, mesh in verify.checked("run.toml", [], config)]
+    assert possible == [mesh for mesh in every if not {"pp", "cp", "tp"} & {*mesh}] != every
+    assert f'pp=2 is left out: {PP} = 2: tests.tiny declares LIMITS["stages"]' in capsys.readouterr().out
+    with pytest.raises(Faults, match="pipeline_parallel_degree = 2"):
+        verify.checked("run.toml", [{}, {"pp": 2}], config)

@@ -208,6 +208,15 @@ def test_sequence_parts_and_offloading_save_the_expected_memory(monkeypatch):
     assert offloaded.memory.total <= full.memory.total
 
 
+def test_of_a_pipeline_the_host_keeps_the_inputs_of_all_microbatches_that_wait_for_their_backward_pass():
+    """Two blocks of each of four microbatches of float32 features, since GPipe runs all forward passes first."""
+    keys = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"}
+    config = Case({}, "deep", accumulation=4, parallelism=keys).config()
+    kept = config.activation_checkpoint.model_copy(update={"mode": "full", "offload": True})
+    size = config.training.local_batch_size * config.training.seq_len * 64 * 4
+    assert predict(config.model_copy(update={"activation_checkpoint": kept}), 2, "cpu").host == 2 * 4 * size
+
+
 @pytest.mark.parametrize(("kind", "sent"), [("all-gather", 600), ("reduce-scatter", 600), ("all-reduce", 1200), ("send", 600)])
 def test_what_a_rank_sends_is_that_of_a_ring(kind, sent):
     assert ring_bytes(kind, 800, 4) == sent

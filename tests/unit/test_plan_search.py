@@ -26,7 +26,7 @@ GOOD = Choice(dp_shard=32, tp=8, microbatch=16, recompute="full")
 
 
 def job(recipe="llama_70b", *words, device="h100") -> Job:
-    return read_job(read_config(f"train_configs/{recipe}.toml", list(words)), list(words), device, 8)
+    return read_job(read_config(f"train_configs/{recipe}.toml", list(words)), device, 8)
 
 
 JOB = job()
@@ -106,11 +106,17 @@ def test_experts_are_split_only_where_they_are_divisible():
         ("llama_70b", ["--training.global_batch_size", "-1"], "training.global_batch_size"),
         ("llama_70b", ["--training.mixed_precision_param", "float32"], "training.mixed_precision_param"),
         ("llama_70b_lora", [], "lora.enable"),
+        ("llama_8b", ["--parallelism.reduce_every_microbatch", "false"], "parallelism.reduce_every_microbatch"),
+        ("llama_8b", ["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option"),
     ],
 )
 def test_what_the_model_of_time_does_not_know_is_refused(recipe, words, named):
     with pytest.raises(UserError, match=named):
         job(recipe, *words)
+
+
+def test_blocks_are_compiled_only_where_the_model_is_among_the_components():
+    assert job("llama_8b").compiled and not job("llama_8b", "--compile.components", "loss").compiled
 
 
 def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):
@@ -124,6 +130,7 @@ def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, ca
     assert "  2. " in out and "about" in out and "error: 10% on average" in out
     printed = re.search(r"--training.local_batch_size (\d+)", out)
     assert printed and read_config("best.toml", []).training.local_batch_size == int(printed[1])
+    assert read_config("best.toml", []).model.flavor == "debug", "what the options say is a part of it"
 
 
 @pytest.mark.parametrize(

@@ -88,3 +88,8 @@ def test_verify_takes_it_too_and_refuses_what_the_user_gave_in_vain(tmp_path, mo
         assert not [idle for idle in config.idle(verify.Hardware()) if idle.refused], key
     with pytest.raises(UserError, match=r"checkpoint\.interval"):
         verify._parse(["run.toml", "--checkpoint.enable", "false", "--checkpoint.interval", "5"])
+
+
+def test_verify_leaves_out_float8_which_float32_excludes():
+    _, _, config = verify._parse(["train_configs/llama_8b_float8.toml", "--mesh", "1", "--mesh", "dp_shard=2"])
+    assert not config.float8.enable and config.training.mixed_precision_param == "float32"

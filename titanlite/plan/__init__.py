@@ -5,6 +5,9 @@ layers.py   which layers are measured, and how many each stands for
 step.py     the parts of a step on simulated ranks and fake tensors
 record.py   allocations, FLOPs and collectives, as they pass PyTorch's dispatcher
 experts.py  the same of the two operations that dispatch and combine tokens
+fused.py    which results of operations inductor's kernels write
+moments.py  what a rank holds at each moment of a step
+pipeline.py the orders of work of a pipeline's ranks, and how long they wait
 report.py   the prediction as text, and what it leaves out
 shape.py    a model as the matrices that the model of time knows
 time.py     the seconds of a step in closed form, on the GPUs of devices.toml

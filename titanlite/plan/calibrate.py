@@ -127,8 +127,13 @@ def calibrate(device: torch.device, seconds: float) -> str:
     lines += [f"# {each.name}: {each.seconds * 1e6:,.1f} us, {each.rate / 1e9:,.3f} G/s" for each in table]
     if not collectives:
         lines.append(f"# links: {f'those of the shipped {key}' if shipped else 'unknown, so that plan refuses several ranks'}")
-    values = (f"{name} = {value}" if isinstance(value, int) else f"{name} = {value:#.5g}" for name, value in entry.items())
-    return "\n".join([*lines, f"[{key}]", *values]) + "\n"
+    return "\n".join([*lines, *_table(key, entry)]) + "\n"
+
+
+def _table(key: str, entry: dict[str, float | int]) -> list[str]:
+    """The lines of a TOML table, its numbers with five digits."""
+    digits = {name: value if isinstance(value, int) else float(f"{value:.5g}") for name, value in entry.items()}
+    return [f"[{key}]", *(f"{name} = {value}" for name, value in digits.items())]
 
 
 def _matmul(clock: Clock, dtype: torch.dtype, size: tuple[int, int, int]) -> Measured:
@@ -145,7 +150,8 @@ def _attention(clock: Clock, dtype: torch.dtype, size: tuple[int, int, int, int]
     gradient = torch.ones(size, dtype=dtype, device=clock.device)
 
     def run() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+        # into new tensors, as in training: backward() would add to gradients of the run before
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
 
     batch, heads, tokens, head_dim = size
     flops = 6 * batch * heads * tokens**2 * head_dim

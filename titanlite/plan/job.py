@@ -1,5 +1,6 @@
 """What the model of time knows of a configuration: the job, and the mesh that it describes; and how far it errs."""
 
+from titanlite.config.effects import EffectiveWhen, Hardware
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.parallel.mesh import resolve_degrees
@@ -10,6 +11,15 @@ from titanlite.registry.family import family_of
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 
+# mesh dimension -> its key in [parallelism]
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+}
 # Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
 ERRORS = {
     "a100 dense": (0.045, 0.109),
@@ -19,6 +29,15 @@ ERRORS = {
     "h200 dense": (0.176, 0.380),
 }
 MEMORY_ERROR = 0.25  # the largest difference between `memory` and `titanlite estimate` over the recipes is 22%
+# Conditions on keys -> what the model of time lacks for them
+_UNKNOWN = {
+    "lora.enable = true": "frozen weights",
+    "training.predict_further > 0": "MTP modules",
+    "distillation.teacher is set": "a second model",
+    "parallelism.cpu_offload = true": "copies to the host",
+    "parallelism.reduce_every_microbatch = false": "gradients that are reduced once a step",
+    'activation_checkpoint.selective_ac_option != "op"': "recomputation of some blocks only",
+}
 
 
 def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
@@ -26,29 +45,25 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
 
     Raises UserError for a configuration that the model of time does not know.
     """
-    training = config.training
-    if config.lora.enable:
-        raise UserError("lora.enable = true: plan does not know frozen weights; compare meshes with titanlite estimate")
-    if training.predict_further:
-        raise UserError("training.predict_further: plan does not support MTP modules; compare meshes with titanlite estimate")
-    if config.distillation.teacher:
-        raise UserError("distillation.teacher: plan does not know a second model; compare meshes with titanlite estimate")
-    if config.parallelism.cpu_offload:
-        raise UserError("parallelism.cpu_offload = true: plan does not know copies to the host; set it to false")
-    if config.float8.enable and not device_named(device).fp8_tflops:
+    training, known = config.training, device_named(device)
+    for condition, lacking in _UNKNOWN.items():
+        if EffectiveWhen(condition).failing(config, Hardware()) is None:
+            raise UserError(f"{condition}: plan does not know {lacking}; compare meshes with titanlite estimate")
+    if config.float8.enable and not known.fp8_tflops:
         raise UserError(f"float8.enable = true: --device {device} has no float8 matmuls")
     item = DTYPES[training.mixed_precision_param].itemsize
-    if item == 4 and not device_named(device).float32_tflops:
-        known = f'--device {device} knows no rate of float32; set it to "bfloat16", or use a file of --calibrate'
-        raise UserError(f'training.mixed_precision_param = "float32": {known}')
+    if item == 4 and not known.float32_tflops:
+        remedy = f'--device {device} knows no rate of float32; set it to "bfloat16", or use a file of --calibrate'
+        raise UserError(f'training.mixed_precision_param = "float32": {remedy}')
+    family = family_of(config.model)
     return Job(
-        Shape.of(family_of(config.model), on_meta(family_of(config.model), config), training.seq_len),
-        device_named(device),
+        Shape.of(family, on_meta(family, config), training.seq_len),
+        known,
         node,
         training.seq_len,
         global_batch,
         float8=config.float8.enable,
-        compiled=config.compile.enable,
+        compiled=config.compile.enable and "model" in config.compile.components,
         async_tp=config.parallelism.enable_async_tensor_parallel,
         reshard=config.parallelism.fsdp_reshard_after_forward != "never",
         weight_bytes=DTYPES[training.dtype].itemsize,

@@ -11,6 +11,7 @@ from titanlite.config.schema import Config
 from titanlite.loop.memory import GIB, machine_memory
 from titanlite.loop.remedies import REMEDIES, spelled, with_keys
 from titanlite.optim.state import state_bytes
+from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import StageAssignment, assign_stages
 from titanlite.registry.check import Check
@@ -38,7 +39,7 @@ def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssign
     degrees = resolve_degrees(config.parallelism, ranks)
     apart = _experts(model)
     # with one microbatch, each block's are reduced at once
-    late = reduces_once(config) and config.microbatches(degrees["dp_replicate"] * degrees["dp_shard"]) > 1
+    late = GradientSync.of(config).shards and config.microbatches(degrees["dp_replicate"] * degrees["dp_shard"]) > 1
     total = 0
     for name, p in model.named_parameters():
         if not share.has(name):
@@ -55,11 +56,6 @@ def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssign
     if late:  # as the reduction takes them, until the last microbatch
         kept += unsharded(config, model, share) * DTYPES[config.training.mixed_precision_reduce].itemsize
     return kept
-
-
-def reduces_once(config: Config) -> bool:
-    """Whether gradients are reduced after the last microbatch of a step only."""
-    return not config.parallelism.reduce_every_microbatch or config.parallelism.pipeline_parallel_degree > 1
 
 
 def unsharded(config: Config, model: nn.Module, share: StageAssignment | None = None, frozen: bool = False) -> int:

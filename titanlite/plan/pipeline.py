@@ -4,7 +4,7 @@ Rehearsed are the orders of work that PyTorch's schedules give their ranks. A st
 are there; sending takes no time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ def _listed(schedule: str, ranks: int, microbatches: int, stages: int) -> list[l
     ]
 
 
-def held_after(order: list[Action], kept: Sequence[int], gradients: Sequence[int]) -> Iterator[tuple[Action, int, int]]:
+def held_after(order: list[Action], kept: Mapping[int, int], gradients: Mapping[int, int]) -> Iterator[tuple[Action, int, int]]:
     """(an action of a rank, bytes kept for backward passes, bytes of gradients) after each action, and before backward passes.
 
     kept: by each stage, for a microbatch. gradients: of each stage, which its first backward pass makes.

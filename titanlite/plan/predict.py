@@ -30,7 +30,6 @@ from titanlite.plan.moments import MemoryEstimate, Moment, highest, through_laye
 from titanlite.plan.record import Channel, Traffic, Work, combine
 from titanlite.plan.step import (
     MicrobatchMemory,
-    ScopeWork,
     Setup,
     Update,
     local_bytes,
@@ -91,20 +90,22 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
         layers, fused = Layers.of(model, family, config), compiles(given, "loss")
         setup = Setup(family, config, mesh, device_type, routing, fused)
         accumulates = microbatches > 1  # otherwise no gradients exist before the backward pass
-        held, host = measure_memory(setup, layers.few, accumulates), 0
+        held = measure_memory(setup, layers.few, accumulates)
         teacher = build_teacher(config, mesh, torch.device("cpu"))
         of_teacher = sum(map(local_bytes, teacher.model.parameters())) if teacher else 0
+        on_host = dict.fromkeys(held.kept, 0)
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
-            host = sum(held.kept[layers.stands_for[name]] for name in layers.whole)
-            held = offloaded(held)
+            on_host, held = held.kept, offloaded(held)
         update = whole_update(layers, setup)
         if not compiler_decides(config):  # a graph's collectives have no caller by which they could be named
             setup = setup._replace(config=config.model_copy(update={"compile": Compile()}))
-        measured = Measured(model, layers, held, update, microbatches)
+        measured = Measured(model, layers, held, on_host, update, microbatches)
         if degree > 1:
             flow = flow_of(whole, family_of(whole.model), mesh["tp"])
             setup = setup._replace(config=pipeline.flat(whole).model_copy(update={"compile": setup.config.compile}))
-            parts = measure_work(setup, layers, in_a_pipeline(microbatches), kept=True)
+            # the first one gathers, and the last one reduces
+            often = [1, microbatches - 2, 1] if microbatches > 2 else [1] * microbatches
+            parts = measure_work(setup, layers, often, kept=True)
         else:
             # all microbatches but the last one are equal
             parts = measure_work(setup, layers, [microbatches - 1, 1] if microbatches > 1 else [1])
@@ -127,6 +128,7 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
     ]
     if offload:
         moments = [each._replace(memory=each.memory._replace(masters=0, gradients=0, moments=0)) for each in moments]
+    host = sum(on_host[layers.stands_for[name]] for name in layers.whole)
     return Prediction(parameters, moments, added(passes, update.work), host)
 
 
@@ -136,6 +138,7 @@ class Measured(NamedTuple):
     model: Decoder  # parallelized
     layers: Layers
     held: MicrobatchMemory  # of a microbatch
+    on_host: dict[str, int]  # bytes that the host keeps of each of the few layers for a microbatch
     update: Update
     microbatches: int
 
@@ -145,9 +148,9 @@ class Measured(NamedTuple):
         return sum(size for name, size in sizes.items() if share.untied().has(name)) / sum(sizes.values())
 
 
-def sum_of(parts: Iterable[ScopeWork], times: Callable[[str], int]) -> Work:
+def sum_of(parts: Iterable[tuple[str, Work]], times: Callable[[str], int]) -> Work:
     """The work of a model that has each of the few layers so many times, and the head; times("head") and times("") too."""
-    counted = [(times(part.scope), part.work) for part in parts]
+    counted = [(times(scope), work) for scope, work in parts]
     return added(*(combine(lambda number, often=often: often * number, work) for often, work in counted))
 
 
@@ -158,13 +161,8 @@ def added(*works: Work) -> Work:
 # ------------------------------------------------------------------------------------------------------------- a pipeline
 
 
-def in_a_pipeline(microbatches: int) -> list[int]:
-    """For how many microbatches of a step each one stands that is run: the first gathers, the last reduces."""
-    return [1, microbatches - 2, 1] if microbatches > 2 else [1] * microbatches
-
-
 def of_worst_rank(
-    config: Config, ranks: int, parameters: int, measured: Measured, parts: list[ScopeWork], flow: Flow
+    config: Config, ranks: int, parameters: int, measured: Measured, parts: list[tuple[str, Work]], flow: Flow
 ) -> Prediction:
     """The prediction of the rank of a pipeline that holds the most. config: with the pipeline. flow: on these ranks."""
     family, degree = family_of(config.model), config.parallelism.pipeline_parallel_degree
@@ -179,8 +177,11 @@ def of_worst_rank(
     bubble = pipeline.rehearse(order, costs, [backward * cost for cost in costs]).bubble
     each = [moments_of(share, config, whole, measured, received, order[rank]) for rank, share in enumerate(every)]
     rank = max(range(degree), key=lambda rank: highest(each[rank]).memory.total)
+    stages, equal = every[rank].stages, measured.layers.stands_for
+    on_host = {number: sum(measured.on_host[equal[name]] for name in blocks) for number, blocks in stages.items()}
+    host = max(kept for _, kept, _ in pipeline.held_after(order[rank], on_host, dict.fromkeys(stages, 0)))
     text = f"rank {rank} of {degree} in the pipeline, which holds the most; the bubble is {bubble:.1%} of a step"
-    return Prediction(parameters, each[rank], work_of(every[rank], degree, measured, parts, received), 0, text)
+    return Prediction(parameters, each[rank], work_of(every[rank], degree, measured, parts, received), host, text)
 
 
 def size_of(tensors: Sequence[Tensor]) -> int:
@@ -199,7 +200,7 @@ def moments_of(
     training, part, held = config.training, measured.part_of(share), measured.held
     own = [(p.requires_grad, local_bytes(p)) for name, p in measured.model.named_parameters() if share.untied().has(name)]
     states = MemoryEstimate(sum(size for _, size in own), 0, round(measured.update.state * part), 0, 0)
-    kept, gradients, last = [0] * len(received), [0] * len(received), len(received) - 1
+    kept, gradients, last = dict[int, int](), dict[int, int](), len(received) - 1
     for number, blocks in share.stages.items():
         stage = share._replace(stages={number: blocks}, embed=number == 0, head=number == last)
         kept[number] = sum(held.kept[measured.layers.stands_for[name]] for name in blocks) + size_of(received[number])
@@ -228,7 +229,7 @@ def moments_of(
 
 
 def work_of(
-    share: StageAssignment, degree: int, measured: Measured, parts: list[ScopeWork], received: list[list[Tensor]]
+    share: StageAssignment, degree: int, measured: Measured, parts: list[tuple[str, Work]], received: list[list[Tensor]]
 ) -> Work:
     """What a rank of a pipeline computes and sends in a step; of the update, in proportion to its parameters."""
     own, part = part_of(measured.layers, share), measured.part_of(share)

@@ -4,7 +4,7 @@ from titanlite.config.schema import Config
 from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.plan.moments import PHASES, MemoryEstimate, highest
 from titanlite.plan.predict import Prediction
-from titanlite.plan.record import Channel, Traffic
+from titanlite.plan.record import Traffic
 
 GIB = 2**30
 # What no allocation of ours shows: CUDA's context, NCCL's buffers, cuBLAS's workspace, gaps in the allocator's blocks.
@@ -55,14 +55,11 @@ def traffic_table(prediction: Prediction) -> list[str]:
     """One line a channel, the largest first, then the total."""
     rows = sorted(prediction.work.traffic.items(), key=lambda row: -row[1].sent)
     total = Traffic(*map(sum, zip((0, 0, 0), *(traffic for _, traffic in rows), strict=True)))
+    groups = {channel: f"{' x '.join(channel.over)} ({channel.ranks})" for channel, _ in rows}
     return [
-        *(f"{each.sender:<34}{each.kind:<16}{_group(each):<34}{_amount(traffic)}" for each, traffic in rows),
+        *(f"{each.sender:<34}{each.kind:<16}{groups[each]:<34}{_amount(traffic)}" for each, traffic in rows),
         f"{'total':<84}{_amount(total)}",
     ]
-
-
-def _group(channel: Channel) -> str:
-    return f"{' x '.join(channel.over)} ({channel.ranks})"
 
 
 def _amount(traffic: Traffic) -> str:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from titanlite.plan.job import DEGREES
 from titanlite.plan.report import GIB
 from titanlite.plan.time import Choice, Job, Seconds, memory, step
 
@@ -84,15 +85,8 @@ def _divisors(number: int) -> list[int]:
 
 
 CHOSEN = (
-    "parallelism.pipeline_parallel_degree",
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree",
-    "parallelism.context_parallel_degree",
-    "parallelism.tensor_parallel_degree",
-    "parallelism.expert_parallel_degree",
-    "training.local_batch_size",
-    "activation_checkpoint.mode",
-    "parallelism.pipeline_parallel_schedule",
+    *(f"parallelism.{DEGREES[name]}" for name in Choice._fields[:6]),
+    *("training.local_batch_size", "activation_checkpoint.mode", "parallelism.pipeline_parallel_schedule"),
 )
 
 

@@ -4,7 +4,6 @@ The modules, hooks and functions are those of a run. Tensors are on the CPU; for
 that CUDA has, and the loss its sizes of chunks. Compiled blocks keep what inductor's own partitioner keeps, and run uncompiled.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,16 +112,10 @@ def measure_memory(setup: Setup, layers: Sequence[str], accumulates: bool) -> Mi
     )
 
 
-class ScopeWork(NamedTuple):
-    """What happens in one scope of the program in a step."""
+def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: bool = False) -> list[tuple[str, Work]]:
+    """What the forward and backward passes of a step of the few layers compute and send, by scopes of the program.
 
-    scope: str  # one of the few layers or an MTP module, "embed", FURTHER, "head", or "" before the first microbatch
-    work: Work
-
-
-def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: bool = False) -> list[ScopeWork]:
-    """What the forward and backward passes of a step of the few layers compute and send.
-
+    A scope is one of the layers or an MTP module, "embed", FURTHER, "head", or "" before the first microbatch.
     often_run: for each microbatch that is run, for how many of a step it stands. kept: parameters stay gathered until the end.
     """
     model, recorder = _with_teacher(setup, layers.few), Recorder(mesh_slices(setup.mesh), setup.routing)
@@ -151,7 +144,7 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
             _forward_backward(model, setup, len(often_run))
     ends = [work for _, _, work in begun[1:]] + [recorder.work()]
     return [
-        ScopeWork(scope, combine(lambda start, end, times=times: times * (end - start), start, end))
+        (scope, combine(lambda start, end, times=times: times * (end - start), start, end))
         for (scope, times, start), end in zip(begun, ends, strict=True)
     ]
 
@@ -165,23 +158,20 @@ def _announce(model: Decoder, enter: Callable[[str, str], None]) -> None:
                 tensor.register_hook(lambda _: enter(name, "backward"))
 
     assert model.embed is not None and model.head is not None
-    embeddings: Iterator[str] = iter(())
-    embedding = ""
+    embedding = "embed"
 
     def begin(*_: Any) -> None:
-        nonlocal embeddings
-        embeddings = itertools.chain(["embed"], itertools.repeat(FURTHER))
-
-    def embed(*_: Any) -> None:
         nonlocal embedding
-        embedding = next(embeddings)
-        enter(embedding, "forward")
+        embedding = "embed"
+
+    def embedded(module: nn.Module, args: Any, result: Any) -> None:
+        nonlocal embedding
+        before_backward(module, args, result, embedding)
+        embedding = FURTHER  # of the next call in this forward pass
 
     model.register_forward_pre_hook(begin, prepend=True)
-    model.embed.register_forward_pre_hook(embed, prepend=True)
-    model.embed.register_forward_hook(
-        lambda module, args, result: before_backward(module, args, result, embedding), prepend=True
-    )
+    model.embed.register_forward_pre_hook(lambda *_: enter(embedding, "forward"), prepend=True)
+    model.embed.register_forward_hook(embedded, prepend=True)
     for name, layer in [*model.layers.items(), *further_of(model).items()]:
         # before the hooks of FSDP2, whose gathers then count as the layer's
         layer.register_forward_pre_hook(lambda *_, name=name: enter(name, "forward"), prepend=True)
@@ -285,7 +275,7 @@ def _kernels_of(setup: Setup) -> Iterator[None]:
         attention.attend = partial(_attend_on_cuda, elsewhere=attention.attend)
         attention.dense_mask = lambda documents, *_: documents.new_ones(1, 1, 1, 1, dtype=torch.bool)
         if not setup.config.compile.enable:
-            F.rms_norm = _fused_norm  # type: ignore[assignment]
+            F.rms_norm = lambda x, _, weight, __: _FusedNorm.apply(x, weight)  # type: ignore[assignment, misc]
     try:
         yield
     finally:
@@ -330,10 +320,6 @@ class _FusedNorm(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-
-
-def _fused_norm(x: Tensor, _shape: Sequence[int], weight: Tensor, _eps: float) -> Tensor:
-    return _FusedNorm.apply(x, weight)
 
 
 # The head's kernels as inductor fuses them: they write their results and no float32 copy of the logits.

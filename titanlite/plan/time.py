@@ -62,9 +62,9 @@ class Device(StrictModel):
         if self.cpu_ranks not in (0, ranks):
             shared = f"was measured with {self.cpu_ranks} ranks, which share the processors"
             raise UserError(f"--device {name}: {shared}; measure again with titanlite plan --calibrate --ranks {ranks}")
-        key, known = ("nvlink", self.nvlink_gb_per_second) if ranks <= node else ("network", self.network_gb_per_second)
-        if ranks > 1 and not known:
-            remedy = f"set {key}_gb_per_second in it, the bandwidth of a GPU in one direction, or calibrate with --ranks"
+        links = {"nvlink": (self.nvlink_gb_per_second, node > 1), "network": (self.network_gb_per_second, ranks > node)}
+        if ranks > 1 and (missing := [key for key, (known, used) in links.items() if used and not known]):
+            remedy = f"set {missing[0]}_gb_per_second in it, the bandwidth of a GPU in one direction, or calibrate with --ranks"
             raise UserError(f"--device {name}: the links between {ranks} GPUs, {node} on a node, are unknown; {remedy}")
 
 
@@ -173,7 +173,7 @@ def ring(job: Job, ranks: int, stride: int, size: float) -> float:
         return 0.0
     together = max(1, min(ranks, job.node // stride))  # in a node, where each has a network card
     inside, outside = job.device.nvlink_gb_per_second, together * job.device.network_gb_per_second
-    bandwidth = (inside if together == ranks else min(inside, outside)) * LINK * 1e9
+    bandwidth = (outside if together == 1 else inside if together == ranks else min(inside, outside)) * LINK * 1e9
     nodes = ranks // together
     # each of ranks - 1 steps waits for a hop, of which nodes - 1 cross the network (NCCL's tuning.cc)
     latency = job.device.hop_microseconds * 1e-6 * (ranks - nodes) + _NETWORK_HOP * (nodes - 1)
@@ -186,7 +186,7 @@ def all_to_all(job: Job, ranks: int, size: float) -> float:
         return 0.0
     together = min(ranks, job.node)
     device, away = job.device, ranks - together
-    inside = size * (together - 1) / ranks / (device.nvlink_gb_per_second * LINK * 1e9)
+    inside = size * (together - 1) / ranks / (device.nvlink_gb_per_second * LINK * 1e9) if together > 1 else 0.0
     outside = size * away / ranks / (device.network_gb_per_second * LINK * 1e9) if away else 0.0
     return max(inside, outside) + (_NETWORK_HOP if away else device.hop_microseconds * 1e-6) * math.log2(ranks)
 

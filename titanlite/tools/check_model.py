@@ -67,7 +67,7 @@ def _check_coordinates(family: Family, output: Path | None) -> int:
         output.write_text(picture(measured), encoding="utf-8")
     for fault in (faults := growing(measured)):
         print(f"FAILED  {fault}")
-    print(f"{len(faults)} of {len(measured.names)} grow or shrink with the width" if faults else "all stay flat")
+    print(f"{len(faults)} of {len(measured.sizes)} grow or shrink with the width" if faults else "all stay flat")
     return 1 if faults else 0
 
 

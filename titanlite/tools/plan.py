@@ -19,11 +19,12 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from titanlite.config.read import Faults, read_config, read_words
+from titanlite.config.effects import OPTION
+from titanlite.config.read import Faults, read_config, read_words, toml_value
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import BEFORE_2_13
@@ -69,7 +70,7 @@ def main() -> None:
     if useless := [option for option in ("--ranks", "--minutes") if option in given]:
         raise UserError(f"{useless[0]}: has no effect without --calibrate; leave the option out")
     path, config = read_words(words, help_of(parser))
-    job = read_job(config, words[1:], options.device, options.nodes_of)
+    job = read_job(config, options.device, options.nodes_of)
     job.device.check(options.device, options.gpus, options.nodes_of)
     for option, file in (("--output", options.output), ("--trace", options.trace)):
         if file and file.exists():
@@ -81,7 +82,10 @@ def main() -> None:
         print(f"{config.model.title}: no mesh of {options.gpus} x {options.device} fits{reason}")
         sys.exit(1)
     if options.output:
-        write(options.output, path, keys_of(winners[0].candidate.choice))
+        values = config.model_dump()
+        by_option = [key.split(".") for key, layer in config.layers.items() if layer == OPTION]
+        kept = {f"{section}.{name}": value for section, name in by_option if (value := values[section][name]) is not None}
+        write(options.output, path, kept | keys_of(winners[0].candidate.choice))
     if options.trace:
         trace = {"traceEvents": events(job, winners[0].candidate.choice), "displayTimeUnit": "ms"}
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
@@ -102,10 +106,9 @@ def write_device(path: Path, ranks: int | None, minutes: float, words: list[str]
     print(f"{text}\n{path}: for titanlite plan CONFIG.toml --gpus N --device {path}")
 
 
-def read_job(config: Config, words: list[str], device: str, node: int) -> Job:
+def read_job(config: Config, device: str, node: int) -> Job:
     """Raises UserError for a configuration that `plan` cannot predict."""
-    given = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
-    if chosen := [key for key in given if key in CHOSEN]:
+    if chosen := [key for key in CHOSEN if config.layers.get(key) == OPTION]:
         raise UserError(f"--{chosen[0]}: plan chooses it; leave the option out")
     if config.training.global_batch_size < 0:
         raise UserError("training.global_batch_size: must be given, since a plan compares meshes with the same batch")
@@ -183,13 +186,13 @@ def _expected(job: Job, device: str) -> str:
     return f"error: {error[0]:.0%} on average, {error[1]:.0%} in the ninth decile, of published {kind} runs on {device}"
 
 
-def write(output: Path, base: str, keys: dict[str, int | str]) -> None:
+def write(output: Path, base: str, keys: dict[str, Any]) -> None:
     """A configuration that differs from `base` in these keys."""
-    text = [f'base = "{os.path.relpath(base, output.absolute().parent)}"']
+    text = [f"base = {toml_value(os.path.relpath(base, output.absolute().parent))}"]
     for section in dict.fromkeys(key.partition(".")[0] for key in keys):
         text += ["", f"[{section}]"]
         for key, value in keys.items():
             where, _, name = key.partition(".")
             if where == section:
-                text.append(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}")
+                text.append(f"{name} = {toml_value(value)}")
     output.write_text("\n".join(text) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """titanlite verify CONFIG.toml [--mesh 1 --mesh "dp_shard=2,tp=2" ...] [--steps 5] [--section.key value ...]
 
-Trains your own configuration for a few steps on each mesh, in float32, and compares every mesh with the first one: initial
-weights, global batches, losses, gradient norms, and the gradient of every parameter. The table names what differs. Scale a
-large model down with --model.flavor or other options: the command tests the mesh.
+Trains your own configuration for a few steps on each mesh, in float32 without float8, and compares every mesh with the first
+one: initial weights, global batches, losses, gradient norms, and the gradient of every parameter. The table names what
+differs. Scale a large model down with --model.flavor or other options: the command tests the mesh.
 
 The tolerance of a gradient is 1e-5 of its norm, or ten times what rounding alone changes on the first mesh, and at most 5e-3. A
 larger difference that rounding may explain is measured again in float64. Exit code 0: equal; 1: not equal; 2: a user error, or
@@ -21,18 +21,17 @@ from titanlite.config import effects
 from titanlite.config.effects import Hardware
 from titanlite.config.operation import Checkpoint
 from titanlite.config.read import Faults, read_config
-from titanlite.config.schema import Config, Model, Optimizer
+from titanlite.config.schema import Config, Float8, Model, Optimizer
 from titanlite.data.mixture import open_data
 from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import build_mesh, parts_of, ranks_of
+from titanlite.plan.job import DEGREES
 from titanlite.registry import own
 from titanlite.registry.family import family_of, vocabulary_of
-from titanlite.registry.limits import refused_dimensions
 from titanlite.tools.options import STEPS, command_parser, nonempty
 from titanlite.verify.compare import (
-    DEGREES,
     Comparison,
     Trajectory,
     batches_of,
@@ -42,7 +41,6 @@ from titanlite.verify.compare import (
     on_mesh,
     record,
     replaced,
-    unsplittable,
 )
 from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of, settle, tolerances
 from titanlite.verify.small_runs import describe
@@ -50,14 +48,10 @@ from titanlite.verify.small_runs import describe
 
 def main() -> None:
     """Exit code 0: equal; 1: not equal; 2: a user error; 3: undecided."""
-    path, meshes, config = _parse(sys.argv[1:])
-    global_batch = config.global_batch(max(map(parts_of, meshes)))  # that of the mesh with the most data-parallel ranks
-    configs = [on_mesh(config, degrees, global_batch) for degrees in meshes]
-    for degrees, mesh_config in zip(meshes, configs, strict=True):
-        check(mesh_config, path, ranks_of(degrees))
-    configs = [mesh_config.settled(Hardware(torch.cuda.is_available())) for mesh_config in configs]
+    path, given, config = _parse(sys.argv[1:])
+    meshes = checked(path, given, config)
     open_data(config, vocabulary_of(config.model))  # fills the cache for the ranks
-    first, *others = zip(configs, meshes, strict=True)
+    first, *others = meshes
     reference = _run(_record_with_noise, *first)
     runs = [reference, *(_run(_record, *each) for each in others)]
     comparisons = [compare(run, reference) for run in runs]
@@ -67,23 +61,46 @@ def main() -> None:
     print(f"{'mesh':<28} {'weights':<9} {'batches':<9} {'losses':<9} {'norms':<17} {'worst gradient'}")
     in_float64 = functools.cache(lambda: _run(_gradients, *first))
     verdicts = []
-    for number, comparison in enumerate(comparisons):
+    for mesh, run, comparison in zip(meshes, runs, comparisons, strict=True):
         result, remark = comparison, ""
         if comparison.undecided:
             try:
-                wide = _run(_gradients, configs[number], meshes[number]), in_float64()
-                result = settle(runs[number], reference, *wide)
+                wide = _run(_gradients, *mesh), in_float64()
+                result = settle(run, reference, *wide)
                 remark = f"in float64: {result.worst('gradients').size:.1e} {result.worst('gradients').where}"
             except UserError as error:
                 remark = f"the model does not run in float64: {error}"
         verdicts.append("" if result.equal else "undecided" if result.undecided else "not equal")
-        _print_row(meshes[number], comparison, verdicts[-1])
+        _print_row(mesh[1], comparison, verdicts[-1])
         for line in [remark, *describe(result)] if remark else describe(result):
             print(f"    {line}")
     words = {"not equal": "NOT equal", "undecided": "undecided: a difference shrinks in float64, but not far enough"}
     worst = next((verdict for verdict in words if verdict in verdicts), "")
     print("\n".join([words.get(worst, "equal within float32 rounding"), *(own_parts(config) if worst else [])]))
     sys.exit({"": 0, "not equal": 1, "undecided": 3}[worst])
+
+
+def checked(path: str, given: list[dict[str, int]], config: Config) -> list[tuple[Config, dict[str, int]]]:
+    """(the configuration on a mesh, the mesh) for one process and for each mesh of check-model that it does not refuse.
+
+    given: these meshes instead, of which it may refuse none. Raises Faults.
+    """
+    every = given or [{}, *meshes_of(family_of(config.model).on_meta()).values()]
+    global_batch = config.global_batch(max(map(parts_of, every)))  # that of the mesh with the most data-parallel ranks
+    found = []
+    for degrees in every:
+        on = on_mesh(config, degrees, global_batch)
+        try:
+            check(on, path, ranks_of(degrees))
+        except Faults as refused:
+            if given or not degrees:
+                raise
+            print(f"{_name(degrees)} is left out: {refused.faults[0]}")
+        else:
+            found.append((on.settled(Hardware(torch.cuda.is_available())), degrees))
+    if len(found) == 1:
+        raise UserError(f"{path}: no mesh is left to compare with one process; name meshes with --mesh")
+    return found
 
 
 def own_parts(config: Config) -> list[str]:
@@ -133,6 +150,7 @@ def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) ->
 
 
 def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
+    """(configuration file, meshes of --mesh, configuration in float32)."""
     parser = command_parser("verify", __doc__)
     parser.add_argument("config", type=nonempty)
     parser.add_argument("--mesh", type=nonempty, action="append", help="1, or dp_shard=2,tp=2 (default: those of check-model)")
@@ -153,23 +171,10 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
         # These keys apply to one precision.
         optimizer={"rounding": Optimizer().rounding},
         model={"attention": Model().attention},
+        float8=config.float8 if config.float8.emulate else Float8(),
         checkpoint=Checkpoint(),
     )
-    meshes = _default_meshes(config) if known.mesh is None else [_degrees(text) for text in known.mesh]
-    return known.config, meshes, config
-
-
-def _default_meshes(config: Config) -> list[dict[str, int]]:
-    """One process, and the meshes of check-model on which the model can run."""
-    family = family_of(config.model)
-    model = family.on_meta()
-    refused = {
-        "ep": isinstance(config.parallelism.fsdp_reshard_after_forward, int),
-        "tp": config.activation_checkpoint.sequence_chunks > 1,
-        "pp": bool(config.distillation.teacher) or config.training.predict_further > 0,
-    } | dict.fromkeys(refused_dimensions(model.limits, dict.fromkeys(DEGREES, 2)), True)
-    possible = [degrees for degrees in meshes_of(model).values() if not any(refused.get(name) for name in degrees)]
-    return [{}, *(degrees for degrees in possible if not unsplittable(family, model, degrees))]
+    return known.config, [_degrees(text) for text in known.mesh or ()], config
 
 
 def _degrees(text: str) -> dict[str, int]:

@@ -31,17 +31,9 @@ from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import data_degree, data_rank, parts_of, ranks_of, rng_rank
+from titanlite.plan.job import DEGREES
 from titanlite.registry.family import Family, family_of
 
-# mesh dimension -> its key in [parallelism]
-DEGREES = {
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "ep": "expert_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-}
 # The meshes of `check-model`, and of `verify` by default: a new dimension joins with one line.
 MESHES = {
     "2 x 2": {"dp_shard": 2, "tp": 2},
@@ -207,25 +199,19 @@ def _gather_batch(batch: Batch, mesh: DeviceMesh) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- differences
 
 
-class Quantity(NamedTuple):
-    """One field of Trajectory: the name of its values, and the relative difference that float32 rounding explains."""
-
-    name: str
-    tolerance: float
-
-
 FLOAT32 = 1e-5  # what float32 rounding leaves where no terms cancel
 # A gradient whose terms cancel gets MARGIN times its measured noise, and at most MOST, so that a fault of 1% still fails.
 MARGIN, MOST = 10, 5e-3
+# Each field of Trajectory that is compared -> (the name of its values, the relative difference that float32 rounding explains).
 # Causes come before consequences.
 QUANTITIES = {
-    "weights": Quantity("initial value", 0.0),
-    "batches": Quantity("global batch", 0.0),
-    "gradients": Quantity("gradient", FLOAT32),
-    "losses": Quantity("loss", FLOAT32),
-    "norms": Quantity("gradient norm", 1e-3),
+    "weights": ("initial value", 0.0),
+    "batches": ("global batch", 0.0),
+    "gradients": ("gradient", FLOAT32),
+    "losses": ("loss", FLOAT32),
+    "norms": ("gradient norm", 1e-3),
     # AdamW's first steps have the size of the rate for every gradient: one that rounds to the other side of zero differs.
-    "updates": Quantity("update", 0.05),
+    "updates": ("update", 0.05),
 }
 FIRST_NORM = 1e-5  # Rounding errors grow with the steps, so the first gradient norm has a smaller tolerance than later ones.
 
@@ -241,7 +227,7 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         size = f" by {self.size:.1e} of its norm" if self.tolerance else ""
-        return f"the {QUANTITIES[self.quantity].name} of {self.where} differs{size}"
+        return f"the {QUANTITIES[self.quantity][0]} of {self.where} differs{size}"
 
 
 class Comparison(NamedTuple):
@@ -281,13 +267,13 @@ def compare(trajectory: Trajectory, reference: Trajectory) -> Comparison:
     The noise of the reference raises the tolerance of gradients, and of updates, which are only compared where it is known.
     """
     differences = []
-    for field, quantity in QUANTITIES.items():
+    for field, (_, explained) in QUANTITIES.items():
         if field == "updates" and reference.noise is None:
             continue
         values, expected = _by_name(getattr(trajectory, field)), _by_name(getattr(reference, field))
         for where in expected | values:
             noise = (reference.noise or {}).get(where, 0.0) if field == "gradients" else 0.0
-            tolerance = FIRST_NORM if (field, where) == ("norms", "step 1") else quantity.tolerance
+            tolerance = FIRST_NORM if (field, where) == ("norms", "step 1") else explained
             tolerance = max(tolerance, min(MARGIN * noise, MOST))
             if field == "updates":  # the share of elements that rounding turns grows with the noise
                 tolerance = max(tolerance, math.sqrt(MARGIN * (reference.noise or {}).get(where, 0.0)))

@@ -33,8 +33,7 @@ class Measured(NamedTuple):
     """Mean absolute values; sizes[name][step][width], step 0 before training, means over seeds."""
 
     widths: list[int]
-    names: list[str]  # a block's output, and "logits"
-    sizes: dict[str, list[list[float]]]
+    sizes: dict[str, list[list[float]]]  # of each block's output, and of "logits"
 
     def exponent(self, name: str, step: int) -> float:
         """The exponent of the width: log size is fitted to log width by least squares; infinite where a size is not finite."""
@@ -59,10 +58,9 @@ def measure(family: Family) -> Measured:
     """Trains the family at each width for STEPS steps of AdamW on the CPU. Raises UserError for sizes that do not divide."""
     wider = [at_width(family, factor) for factor in FACTORS]
     runs = [[_sizes_of(each, seed) for seed in range(SEEDS)] for each in wider]
-    names = list(runs[0][0])
     steps = range(STEPS + 1)
-    sizes = {name: [[sum(run[name][step] for run in seeds) / SEEDS for seeds in runs] for step in steps] for name in names}
-    return Measured([each.config.dim for each in wider], names, sizes)
+    sizes = {name: [[sum(run[name][step] for run in seeds) / SEEDS for seeds in runs] for step in steps] for name in runs[0][0]}
+    return Measured([each.config.dim for each in wider], sizes)
 
 
 def _sizes_of(family: Family, seed: int) -> dict[str, list[float]]:
@@ -102,7 +100,7 @@ def growing(measured: Measured) -> list[str]:
 
     Before the first step, muP's logits shrink as 1 / sqrt(width): its output projection has an initial deviation of 1 / width.
     """
-    found = {name: measured.exponent(name, STEPS) for name in measured.names}
+    found = {name: measured.exponent(name, STEPS) for name in measured.sizes}
     return [
         f"{name}: after {STEPS} steps its size is width^{exponent:+.2f}; with muP the exponent is within {BOUND} of 0"
         for name, exponent in found.items()
@@ -113,8 +111,8 @@ def growing(measured: Measured) -> list[str]:
 def table(measured: Measured) -> str:
     """Text: a row for each tensor and step."""
     lines = [f"{'mean |x|':<14}{'steps':>6}" + "".join(f"{width:>10}" for width in measured.widths) + f"{'exponent':>10}"]
-    for name in measured.names:
-        for step, sizes in enumerate(measured.sizes[name]):
+    for name, of_steps in measured.sizes.items():
+        for step, sizes in enumerate(of_steps):
             numbers = "".join(f"{size:>10.4f}" for size in sizes)
             lines.append(f"{name:<14}{step:>6}{numbers}{measured.exponent(name, step):>+10.2f}")
     return "\n".join(lines)
@@ -127,8 +125,8 @@ _SIZE, _PAD, _COLORS = (230, 170), 42, ("#9ca3af", "#f6c27a", "#8fd1b5", "#6aa5d
 
 def picture(measured: Measured) -> str:
     """SVG: a panel for each tensor, with its size against the width, both logarithmic, and a line for each step."""
-    (width, height), count = _SIZE, len(measured.names)
-    shapes = [_panel(measured, name, index * width) for index, name in enumerate(measured.names)]
+    (width, height), count = _SIZE, len(measured.sizes)
+    shapes = [_panel(measured, name, index * width) for index, name in enumerate(measured.sizes)]
     legend = "".join(
         f'<text x="{_PAD + 90 * step}" y="{height + 16}" fill="{color}">{step} steps</text>'
         for step, color in enumerate(_COLORS)

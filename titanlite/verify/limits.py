@@ -9,9 +9,9 @@ from titanlite.ground.errors import UserError
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import ranks_of
+from titanlite.plan.job import DEGREES
 from titanlite.registry.family import Family
 from titanlite.registry.limits import no_generation, refused_dimensions
-from titanlite.verify.compare import DEGREES
 from titanlite.verify.small_runs import NotRun
 
 _PROMPT = {"validation": {"enable": True, "sample_prompts": ["Once"]}}
