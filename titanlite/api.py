@@ -53,7 +53,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
             file = Path(folder) / "config.toml"
-            tables = [f"{toml_key(section)} = {toml_value(dict(keys))}\n" for section, keys in config.items()]
+            given = [(section, {k: v for k, v in keys.items() if v is not None}) for section, keys in config.items()]
+            tables = [f"{toml_key(section)} = {toml_value(keys)}\n" for section, keys in given]
             file.write_text("".join(tables), encoding="utf-8")
         else:
             file = Path(config)
