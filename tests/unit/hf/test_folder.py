@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import models
 from models import llama3
 from tests import tiny
 from tests.hf_folders import NORM, change, of_files, read, remove, replace, tensors_of
@@ -50,6 +51,13 @@ def test_a_model_that_no_family_has_is_refused(tmp_path, config, message):
     describe(tmp_path, llama3.FLAVORS["1b"], **config)
     with pytest.raises(UserError, match=message):
         recognize(tmp_path)
+
+
+def test_a_file_of_models_that_is_no_family_is_none(tmp_path, monkeypatch):
+    """Such as layers that two forks share: import-hf had refused every folder, since it lacks Config."""
+    (tmp_path / "shared_layers.py").write_text("raise SystemExit")
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    assert recognize(describe(tmp_path, llama3.FLAVORS["1b"])).name == "llama3"
 
 
 def test_two_families_that_read_the_same_type_require_a_name(tmp_path, monkeypatch):
