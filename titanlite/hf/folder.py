@@ -59,7 +59,7 @@ def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
 
 def stored_again(family: Family, tied: dict[str, str]) -> dict[str, str]:
     """The names of `tied` that have a tensor of their own in a file: all but that of the tie that config.json knows."""
-    known = bool(family.module.to_hf(family.config).get("tie_word_embeddings"))
+    known = bool(family.to_hf().get("tie_word_embeddings"))
     return {name: first for name, first in tied.items() if (name, known) != ("head.output.weight", True)}
 
 
@@ -176,12 +176,14 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     """What prevents a run from reading its weights from Hugging Face's format, or from writing them."""
     cfg, source, model = config.checkpoint, Path(config.checkpoint.initial_load_path), family.on_meta()
     try:
-        if cfg.enable and cfg.last_save_in_hf:
-            their_names(family, [n.removeprefix("model.") for n in model_tensors(model)])
+        if cfg.last_save_in_hf:
+            tied = tied_names(model)
+            their_names(family, [*(name.removeprefix("model.") for name in model_tensors(model)), *tied])
+            stored_again(family, tied)
     except UserError as error:
         yield f"checkpoint.last_save_in_hf = true: {error}"
     started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then it is not read any more
-    if not (cfg.enable and cfg.initial_load_in_hf and cfg.initial_load_path) or started:
+    if started or not cfg.initial_load_in_hf:
         return
     try:
         theirs = Family(family.module, described(family.module, read_description(source))).dimensions()
@@ -190,7 +192,7 @@ def faults(config: Config, family: Family) -> Iterator[str]:
         if different:
             raise UserError(
                 f"config.json has other dimensions than {config.model.title}: {'; '.join(different)}; "
-                'model.flavor = "hf" takes those of model.hf_assets_path'
+                'model.flavor = "hf" takes those of model.hf_assets_path; to change some, begin from a checkpoint of import-hf'
             )
         find_weights(source, family, model, cfg.exclude_from_loading)
     except UserError as error:

@@ -71,6 +71,14 @@ class Family(NamedTuple):
         """The fields of `config`, after a round trip through JSON."""
         return json.loads(json.dumps(dataclasses.asdict(self.config), default=repr))
 
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json of these dimensions, which `described` reads. Raises UserError where that has no words for them."""
+        require_hf(self.module)
+        try:
+            return self.module.to_hf(self.config)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{self.module.__name__}: no config.json describes these dimensions: {error}") from None
+
     def changes_since(self, before: dict[str, Any]) -> list[str]:
         """A sentence for each dimension in `before` that has changed; a new dimension does not count."""
         now = self.dimensions()
