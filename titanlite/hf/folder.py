@@ -20,7 +20,7 @@ from titanlite.ground.errors import UserError, listed
 from titanlite.ground.untrusted import MIB, Absent, FileName, FileSchema, Unread, read_json, reading, size_of
 from titanlite.hf.entries import Entry, Stack, dequantize, part_of
 from titanlite.hf.part import TensorPart
-from titanlite.registry.description import Description, read_description
+from titanlite.registry.description import read_description
 from titanlite.registry.family import Family, described, require_hf
 from titanlite.transforms.parameters import is_adapter, tied_names
 
@@ -106,7 +106,8 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
-    """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors.
+    """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors, or no
+    config.json.
 
     A quantized tensor, as config.json describes them, is one entry of its name, shape and dtype without quantization.
     """
@@ -114,7 +115,7 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     entries: dict[str, Entry] = {}
     kinds: dict[str, str] = {}
     problems: list[str] = []
-    listed = _listed(folder)
+    listed, quantization = _listed(folder), read_description(folder).get("quantization_config")
     for path in sorted({folder / shard for shard in listed.values()}) or [folder / SINGLE]:
         try:
             size_of(path)  # the library would wait for a FIFO
@@ -135,20 +136,12 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
             entries[name] = Entry(path, name, shape, known.get(kind, torch.float32))
     others = [name for name, shard in listed.items() if name in entries and entries[name].file.name != shard]
     problems += [f"{name}: in {entries[name].file.name}, and {INDEX} says {listed[name]}" for name in others]
-    problems += dequantize(entries, quantization) if (quantization := _quantization(folder)) else []
+    problems += dequantize(entries, quantization) if quantization else []
     for name, entry in entries.items():
         if entry.dtype in _QUANTIZED.values() or kinds.get(name, "F32") not in known:
             here = f"{name}: is stored in {entry.file.name} as {kinds[name]}"
             problems.append(f"{here}, and only {', '.join(DTYPES)} are read, or what quantization_config of config.json says")
     return entries, problems
-
-
-def _quantization(folder: Path) -> Description | None:
-    """How the weights of a folder are quantized, if they are."""
-    try:
-        return read_description(folder).get("quantization_config")
-    except Absent:
-        return None
 
 
 class _Index(FileSchema):

@@ -147,7 +147,7 @@ def test_pickles_are_never_read(source):
 def test_a_tied_head_that_is_stored_too_must_equal_the_embedding(sources, tmp_path):
     tensors = tensors_of(sources("tests.tiny", "tied"))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / folders.SINGLE)
+    save_file(tensors, describe(tmp_path, tiny.FLAVORS["tied"]) / folders.SINGLE)
     assert torch.equal(read(tmp_path, "tests.tiny", "tied").head.output.weight, tensors["lm_head.weight"])
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, tmp_path / folders.SINGLE)
