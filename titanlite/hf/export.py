@@ -226,7 +226,8 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
 
 
 def _describe(folder: Path, exported: Exported, items: list[Item], loaded: LoadedTokenizer | None) -> None:
-    """Writes config.json, generation_config.json and the tokenizer's files."""
+    """Writes config.json, and copies or writes the tokenizer's files. transformers makes a generation_config.json that is not
+    there from config.json."""
     assets = Path(exported.assets) if exported.assets else None
     for path in [assets / name for name in _COPIED] if assets else []:
         if path.is_file():
@@ -251,9 +252,6 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
     _write_json(folder / "config.json", facts | exported.family.to_hf() | dtype)
-    if not (folder / "generation_config.json").is_file():
-        ids = {name: value for name, value in facts.items() if name.endswith("_token_id")}
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
 
 
 def _read_keys(theirs: Description, family: Family) -> dict[str, Any]:
