@@ -178,8 +178,9 @@ def _write_weights(folder: Path) -> None:
         file = f"model-{number:05d}-of-00002.safetensors"
         save_file({name: weights[name] for name in part}, folder / file)
         places |= dict.fromkeys(part, file)
+    for described in (folder, folder / "single"):
+        _dump(described / "config.json", family.module.to_hf(family.config))
     _dump(folder / INDEX, {"metadata": {"total_size": 1}, "weight_map": dict(list(places.items())[::-1])})
-    (folder / "single").mkdir()
     save_file(weights, folder / "single" / SINGLE)
     quantized = {name: tensor.to(torch.float8_e4m3fn) if "_proj" in name else tensor for name, tensor in weights.items()}
     scales = {

@@ -10,7 +10,6 @@ The ranks are processes of their own, so this works in notebooks, whose state th
 such as a model family, is named as on the command line, and stands in a file.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -21,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from models.decoder import Decoder
@@ -55,8 +53,9 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
             file = Path(folder) / "config.toml"
-            tables = [f"{toml_key(section)} = {toml_value(_plain(dict(keys)))}\n" for section, keys in config.items()]
-            file.write_text("".join(tables), encoding="utf-8")
+            tables = [(section, {k: v for k, v in keys.items() if v is not None}) for section, keys in config.items()]
+            lines = [f"{toml_key(section)} = {toml_value(keys)}\n" for section, keys in tables]
+            file.write_text("".join(lines), encoding="utf-8")
         else:
             file = Path(config)
         given = ((section, key, value) for section, keys in sections.items() for key, value in keys.items())
@@ -72,13 +71,9 @@ def _option(section: str, key: str, value: Any) -> str:
     """A value as the text of an option; for None the default of the key."""
     if value is None:
         value = getattr(getattr(Config(), section, None), key, None)
-    plain = "none" if value is None else _plain(value)
-    return plain if isinstance(plain, str) else toml_value(plain)
-
-
-def _plain(value: Any) -> Any:
-    """A value of a configuration with lists for tuples, numbers for those of NumPy, and texts for paths."""
-    return json.loads(json.dumps(value, default=lambda each: each.item() if isinstance(each, np.generic) else os.fspath(each)))
+    if value is None:
+        return "none"
+    return os.fspath(value) if isinstance(value, str | os.PathLike) else toml_value(value)
 
 
 def _follow(command: list[str], environment: dict[str, str]) -> None:

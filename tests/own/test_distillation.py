@@ -207,6 +207,13 @@ def test_a_folder_that_is_missing_or_incomplete_or_no_model_is_refused(tmp_path,
     assert fault.startswith("distillation.teacher = ") and "reads model_type 'gpt2'" in fault
 
 
+def test_a_teacher_that_a_copy_of_its_family_reads_too_is_refused_with_what_decides(large, monkeypatch):
+    """As after the tutorial's first command, which copies models/llama3.py."""
+    monkeypatch.setattr("titanlite.registry.family.family_names", lambda: ["llama3", "tests.tiny"])
+    (fault,) = faults_of(large)
+    assert fault.startswith("distillation.teacher = ") and "llama3 and tests.tiny both" in fault and "HF_TYPES" in fault
+
+
 REFUSED: dict[str, tuple[int, dict[str, Any], str, str]] = {
     "a pipeline": (
         *(2, {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 2}}),

@@ -4,12 +4,13 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 
 from tests.hostile.arguments import run_command
 from tests.hostile.keys import FIELDS, as_option, other
 from titanlite.config.effects import Hardware
-from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml
+from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml, toml_value
 from titanlite.config.schema import Config, Section
 from titanlite.ground.errors import HelpRequested, UserError
 from titanlite.tools.help import print_help
@@ -210,6 +211,17 @@ def test_the_written_configuration_reads_back_equal(tmp_path, make):
     again = read_config(write(tmp_path, to_toml(config)), [])
     assert again == config.settled(Hardware())
     assert to_toml(again) == to_toml(config.settled(Hardware()))
+
+
+def test_values_of_python_are_read_back_as_options_and_in_tables(tmp_path):
+    """A sweep over NumPy's numbers had been refused, and None in overrides had changed nothing."""
+    values = {"optimizer.lr": np.float64(1e-4), "training.steps": np.arange(3)[2], "model.overrides": {"rope_scaling": None}}
+    values["training.sources"] = [{"path": "a", "weight": np.float32(0.5), "epochs": None}]
+    options = [f"--{key}={toml_value(value)}" for key, value in values.items()]
+    text = "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
+    for config in (read_config(None, options), read_config(write(tmp_path, text), [])):
+        assert (config.optimizer.lr, config.training.steps, config.model.overrides) == (1e-4, 2, {"rope_scaling": "none"})
+        assert config.training.sources[0].model_dump(exclude_unset=True) == {"path": "a", "weight": 0.5}
 
 
 def test_keys_without_effect_are_comments_so_that_the_written_file_is_valid(tmp_path):

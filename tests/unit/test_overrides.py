@@ -68,6 +68,12 @@ def test_a_nested_table_changes_what_it_names_and_none_removes_it(flavor, value,
     assert found == expected and [*map(type, found or ())] == [*map(type, expected or ())]
 
 
+def test_a_table_with_a_rope_type_is_a_whole_scaling_also_of_the_flavors_own_type():
+    """Its other numbers had been the flavor's, such as the truncate = false of gpt-oss."""
+    table = {"rope_type": "yarn", "factor": 4.0, "original_max_positions": 4096}
+    assert load_family("gpt_oss", "20b", overrides={"rope_scaling": table}).config.rope_scaling == YarnScaling(4.0, 4096)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

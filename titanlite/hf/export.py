@@ -40,7 +40,8 @@ _COPIED = (
     "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
 )  # fmt: skip
 # What an export takes from the config.json beside the tokenizer.
-_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+_LENGTH = "max_position_embeddings"
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", _LENGTH)
 
 
 class Item(NamedTuple):
@@ -226,7 +227,8 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
 
 
 def _describe(folder: Path, exported: Exported, items: list[Item], loaded: LoadedTokenizer | None) -> None:
-    """Writes config.json, generation_config.json and the tokenizer's files."""
+    """Writes config.json, and copies or writes the tokenizer's files. transformers makes a generation_config.json that is not
+    there from config.json."""
     assets = Path(exported.assets) if exported.assets else None
     for path in [assets / name for name in _COPIED] if assets else []:
         if path.is_file():
@@ -240,19 +242,17 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
             eos = loaded.tokenizer.id_to_token(end)
             _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
     facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
-    length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len")
-    facts |= {"max_position_embeddings": length} if length else {}
     if assets and os.path.lexists(assets / "config.json"):
         theirs = read_description(assets)
         facts |= _read_keys(theirs, exported.family)
         # a null stays one, unless the tokenizer says more
         facts |= {name: theirs.get(name) for name in _CARRIED if theirs.get(name) is not None or name in theirs.keys() - facts}
+    length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len", 0)
+    if length > (facts.get(_LENGTH) or 0):  # also where training has made the context of its pretrained model longer
+        facts[_LENGTH] = length
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
-    _write_json(folder / "config.json", facts | exported.family.module.to_hf(exported.family.config) | dtype)
-    if not (folder / "generation_config.json").is_file():
-        ids = {name: value for name, value in facts.items() if name.endswith("_token_id")}
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+    _write_json(folder / "config.json", facts | exported.family.to_hf() | dtype)
 
 
 def _read_keys(theirs: Description, family: Family) -> dict[str, Any]:

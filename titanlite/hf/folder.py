@@ -20,7 +20,7 @@ from titanlite.ground.errors import UserError, listed
 from titanlite.ground.untrusted import MIB, Absent, FileName, FileSchema, Unread, read_json, reading, size_of
 from titanlite.hf.entries import Entry, Stack, dequantize, part_of
 from titanlite.hf.part import TensorPart
-from titanlite.registry.description import Description, read_description
+from titanlite.registry.description import read_description
 from titanlite.registry.family import Family, described, require_hf
 from titanlite.transforms.parameters import is_adapter, tied_names
 
@@ -59,7 +59,7 @@ def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
 
 def stored_again(family: Family, tied: dict[str, str]) -> dict[str, str]:
     """The names of `tied` that have a tensor of their own in a file: all but that of the tie that config.json knows."""
-    known = bool(family.module.to_hf(family.config).get("tie_word_embeddings"))
+    known = bool(family.to_hf().get("tie_word_embeddings"))
     return {name: first for name, first in tied.items() if (name, known) != ("head.output.weight", True)}
 
 
@@ -106,7 +106,8 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
-    """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors.
+    """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors, or no
+    config.json.
 
     A quantized tensor, as config.json describes them, is one entry of its name, shape and dtype without quantization.
     """
@@ -114,7 +115,7 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     entries: dict[str, Entry] = {}
     kinds: dict[str, str] = {}
     problems: list[str] = []
-    listed = _listed(folder)
+    listed, quantization = _listed(folder), read_description(folder).get("quantization_config")
     for path in sorted({folder / shard for shard in listed.values()}) or [folder / SINGLE]:
         try:
             size_of(path)  # the library would wait for a FIFO
@@ -135,20 +136,12 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
             entries[name] = Entry(path, name, shape, known.get(kind, torch.float32))
     others = [name for name, shard in listed.items() if name in entries and entries[name].file.name != shard]
     problems += [f"{name}: in {entries[name].file.name}, and {INDEX} says {listed[name]}" for name in others]
-    problems += dequantize(entries, quantization) if (quantization := _quantization(folder)) else []
+    problems += dequantize(entries, quantization) if quantization else []
     for name, entry in entries.items():
         if entry.dtype in _QUANTIZED.values() or kinds.get(name, "F32") not in known:
             here = f"{name}: is stored in {entry.file.name} as {kinds[name]}"
             problems.append(f"{here}, and only {', '.join(DTYPES)} are read, or what quantization_config of config.json says")
     return entries, problems
-
-
-def _quantization(folder: Path) -> Description | None:
-    """How the weights of a folder are quantized, if they are."""
-    try:
-        return read_description(folder).get("quantization_config")
-    except Absent:
-        return None
 
 
 class _Index(FileSchema):
@@ -176,12 +169,14 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     """What prevents a run from reading its weights from Hugging Face's format, or from writing them."""
     cfg, source, model = config.checkpoint, Path(config.checkpoint.initial_load_path), family.on_meta()
     try:
-        if cfg.enable and cfg.last_save_in_hf:
-            their_names(family, [n.removeprefix("model.") for n in model_tensors(model)])
+        if cfg.last_save_in_hf:
+            tied = tied_names(model)
+            their_names(family, [*(name.removeprefix("model.") for name in model_tensors(model)), *tied])
+            stored_again(family, tied)
     except UserError as error:
         yield f"checkpoint.last_save_in_hf = true: {error}"
     started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then it is not read any more
-    if not (cfg.enable and cfg.initial_load_in_hf and cfg.initial_load_path) or started:
+    if started or not cfg.initial_load_in_hf:
         return
     try:
         theirs = Family(family.module, described(family.module, read_description(source))).dimensions()
@@ -190,7 +185,7 @@ def faults(config: Config, family: Family) -> Iterator[str]:
         if different:
             raise UserError(
                 f"config.json has other dimensions than {config.model.title}: {'; '.join(different)}; "
-                'model.flavor = "hf" takes those of model.hf_assets_path'
+                'model.flavor = "hf" takes those of model.hf_assets_path; to change some, begin from a checkpoint of import-hf'
             )
         find_weights(source, family, model, cfg.exclude_from_loading)
     except UserError as error:

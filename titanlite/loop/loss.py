@@ -139,6 +139,8 @@ def _further_faults(config: Config, family: Family, model: Decoder) -> Iterator[
 def _no_continuation(config: Config, family: Family) -> str:
     """Why MTP modules cannot continue from a model's last block; "" if they can, or where a forward pass depends on data."""
     model, outputs = on_meta(family, config), list[Any]()
+    for name in [*further_of(model)][1:]:  # all are alike
+        del model.further[name]
     [*model.layers.values()][-1].register_forward_hook(lambda _module, _args, out: outputs.append(out))
     with without_memory(model, batch=1, seq_len=16) as (tokens, seq):
         try:

@@ -25,24 +25,7 @@ from titanlite.registry.overrides import overridden
 
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that supports Hugging Face's format
-# the files of models/ that are not families
-_SHARED = (
-    "all_to_all",
-    "attention",
-    "blocks",
-    "decoder",
-    "exchange",
-    "further",
-    "grouped",
-    "head",
-    "moe",
-    "mup",
-    "once",
-    "rope",
-    "split",
-    "torch_private",
-)
-_SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") for name in _SHARED]
+_FOLDER = os.path.dirname(models.__file__)
 FROM_ASSETS = "hf"  # the flavor with the dimensions of model.hf_assets_path
 
 
@@ -87,6 +70,14 @@ class Family(NamedTuple):
     def dimensions(self) -> dict[str, Any]:
         """The fields of `config`, after a round trip through JSON."""
         return json.loads(json.dumps(dataclasses.asdict(self.config), default=repr))
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json of these dimensions, which `described` reads. Raises UserError where that has no words for them."""
+        require_hf(self.module)
+        try:
+            return self.module.to_hf(self.config)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{self.module.__name__}: no config.json describes these dimensions: {error}") from None
 
     def changes_since(self, before: dict[str, Any]) -> list[str]:
         """A sentence for each dimension in `before` that has changed; a new dimension does not count."""
@@ -146,8 +137,9 @@ def trusted(config: Config, source: Path, named: str) -> Config:
 
 
 def family_names() -> list[str]:
-    """The families of the folder models/."""
-    return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name not in _SHARED]
+    """The families of the folder models/: the modules whose file has FLAVORS. The others are parts that families share."""
+    specs = {found.name: importlib.util.find_spec(f"models.{found.name}") for found in pkgutil.iter_modules(models.__path__)}
+    return [name for name, spec in specs.items() if spec and spec.origin and b"FLAVORS" in Path(spec.origin).read_bytes()]
 
 
 def import_named(setting: str, dotted: str, remedy: str) -> ModuleType:
@@ -234,13 +226,14 @@ def described(module: ModuleType, description: Description) -> Any:
 def location_of(error: BaseException) -> str:
     """File and line of an error: the innermost frame of a model's code if there is one, or that of a syntax error.
 
-    Frames of shared files such as models/blocks.py are skipped: that of the fork shows how it called them.
+    Frames of what families share, such as models/blocks.py, are skipped: that of the fork shows how it called them.
     """
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
     # The compiler traces code without calling it, and records the stack itself.
     frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)]
-    forks = [frame for frame in own if frame.filename not in _SHARED_FILES]
+    families = family_names()
+    forks = [f for f in own if os.path.dirname(f.filename) != _FOLDER or Path(f.filename).stem in families]
     frame = (forks or own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"

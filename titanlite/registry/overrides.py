@@ -62,7 +62,9 @@ def _value(hint: Any, base: Any, value: Any, known: list[Any], key: str) -> Any:
     structures = [each for each in alternatives if _is_structure(each)]
     if len(structures) > 1:
         value = dict(value) if isinstance(value, dict) else {"rope_type": value}
-        kind = SCALINGS.get(str(value.pop("rope_type"))) if "rope_type" in value else type(base)
+        kind: Any = type(base)
+        if "rope_type" in value:  # another scaling as a whole, even if it is of the same type
+            kind, base = SCALINGS.get(str(value.pop("rope_type"))), None
         if kind not in structures:
             raise UserError(f'{shown}must be "none", or a table whose rope_type is one of {", ".join(SCALINGS)}')
         structures = [kind]

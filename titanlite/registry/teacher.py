@@ -9,6 +9,8 @@ from titanlite.ground.errors import UserError
 from titanlite.registry.description import read_description
 from titanlite.registry.family import FROM_ASSETS, family_of, reader_of
 
+_ONE = "; one family must have it in HF_TYPES, and no other, such as a copy"
+
 
 def config_of_teacher(config: Config) -> Config | None:
     """The configuration of `distillation.teacher` on the run's mesh; None where there is no teacher.
@@ -21,7 +23,7 @@ def config_of_teacher(config: Config) -> Config | None:
         return None
     if not Path(folder).is_dir():
         raise UserError("there is no such folder")
-    keys = {"name": reader_of(read_description(Path(folder)), ""), "flavor": FROM_ASSETS, "hf_assets_path": folder}
+    keys = {"name": reader_of(read_description(Path(folder)), _ONE), "flavor": FROM_ASSETS, "hf_assets_path": folder}
     model = config.model.model_copy(update={**keys, "overrides": {}, "attention": "auto"})
     parallelism = config.parallelism
     if not experts_of(family_of(model).on_meta()):

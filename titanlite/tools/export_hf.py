@@ -1,8 +1,8 @@
 """titanlite export-hf --checkpoint DIR --output DIR [--dtype bfloat16] [--assets DIR] [--shard-gib 5]
                    [--model NAME] [--weights ema]
 
-Writes the weights of a checkpoint in Hugging Face's format: safetensors files, config.json, generation_config.json and the
-tokenizer. transformers' AutoModelForCausalLM.from_pretrained reads that folder. One tensor at a time is in memory.
+Writes the weights of a checkpoint in Hugging Face's format: safetensors files, config.json and the tokenizer. transformers'
+AutoModelForCausalLM.from_pretrained reads that folder. One tensor at a time is in memory.
 
 DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints, of which the newest is exported.
 --weights ema uses the moving average of the weights (optimizer.ema_decay).

@@ -128,6 +128,18 @@ def test_files_beside_the_runs_tokenizer_are_copied_and_its_ids_are_kept(pools, 
     assert (config["eos_token_id"], config["bos_token_id"], config["max_position_embeddings"]) == ([0, 3], 7, 99)
 
 
+def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, sources, monkeypatch, tmp_path):
+    """config.json of the pretrained model had limited what serves and evaluates the longer one."""
+    read_manifest = manifest.read
+    monkeypatch.setattr(manifest, "read", lambda folder: _with_length(read_manifest(folder), 4096))
+    export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(sources("tests.tiny", "plain")))
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 4096
+
+
+def _with_length(found: manifest.Manifest, seq_len: int) -> manifest.Manifest:
+    return found._replace(numbers=found.numbers | {"config": found.numbers["config"] | {"training": {"seq_len": seq_len}}})
+
+
 def test_leftovers_of_a_killed_export_are_removed_and_a_complete_one_is_kept(imported, tmp_path):
     (tmp_path / ".new.unfinished").mkdir()
     (tmp_path / ".new.unfinished/half.safetensors").touch()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import models
 from models import llama3
 from tests import tiny
 from tests.hf_folders import NORM, change, of_files, read, remove, replace, tensors_of
@@ -50,6 +51,13 @@ def test_a_model_that_no_family_has_is_refused(tmp_path, config, message):
     describe(tmp_path, llama3.FLAVORS["1b"], **config)
     with pytest.raises(UserError, match=message):
         recognize(tmp_path)
+
+
+def test_a_file_of_models_that_is_no_family_is_none(tmp_path, monkeypatch):
+    """Such as layers that two forks share: import-hf had refused every folder, since it lacks Config."""
+    (tmp_path / "shared_layers.py").write_text("raise SystemExit")
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    assert recognize(describe(tmp_path, llama3.FLAVORS["1b"])).name == "llama3"
 
 
 def test_two_families_that_read_the_same_type_require_a_name(tmp_path, monkeypatch):
@@ -139,7 +147,7 @@ def test_pickles_are_never_read(source):
 def test_a_tied_head_that_is_stored_too_must_equal_the_embedding(sources, tmp_path):
     tensors = tensors_of(sources("tests.tiny", "tied"))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / folders.SINGLE)
+    save_file(tensors, describe(tmp_path, tiny.FLAVORS["tied"]) / folders.SINGLE)
     assert torch.equal(read(tmp_path, "tests.tiny", "tied").head.output.weight, tensors["lm_head.weight"])
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, tmp_path / folders.SINGLE)
@@ -169,6 +177,10 @@ INTO_HF = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true"}
         (FROM_HF | {"model.flavor": "scaled"}, r"other dimensions than tests.tiny scaled: rope_scaling = \[8.0, 1.0"),
         (FROM_HF | {"checkpoint.initial_load_model_only": "false"}, "initial_load_in_hf = true: a folder in Hugging"),
         (INTO_HF | {"model.name": "tests.tiny_dropout"}, "last_save_in_hf = true: tests.tiny_dropout: lacks HF, HF_TYPES"),
+        (
+            INTO_HF | {"model.name": "tests.tiny_gemma3", "model.overrides.attention_softcap": "30.0"},
+            "last_save_in_hf = true: tests.tiny_gemma3: .*attention_softcap",
+        ),
     ],
 )
 def test_a_run_that_cannot_start_from_a_folder_or_end_with_one_is_refused_by_its_key(source, monkeypatch, keys, message):
