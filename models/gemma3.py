@@ -316,6 +316,8 @@ def to_hf(config: Config) -> dict[str, Any]:
         )
     if not older and c.attention_softcap is not None:
         raise ValueError("Hugging Face's Gemma 3 has no softcap on scores: set attention_softcap = None")
+    if c.dim % c.n_heads:
+        raise ValueError(f"dim = {c.dim}: Hugging Face's Gemma needs one that n_heads = {c.n_heads} divides")
     scaled = scaling_to_hf(c.global_scaling) or {"rope_type": "default"}
     plain = {"rope_type": "default", "rope_theta": c.local_rope_theta}
     return {

@@ -192,6 +192,8 @@ def from_hf(json: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """The config.json of this configuration, as transformers' LlamaConfig reads it."""
+    if config.dim % config.n_heads:
+        raise ValueError(f"dim = {config.dim}: Hugging Face's Llama needs one that n_heads = {config.n_heads} divides")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -186,6 +186,8 @@ def from_hf(json: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """The config.json of this configuration, as transformers' OlmoeConfig reads it."""
+    if config.n_heads * config.head_dim != config.dim:
+        raise ValueError("Hugging Face's OLMoE has heads that are together as wide as the model: set n_heads x head_dim = dim")
     return {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -57,9 +57,17 @@ def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
     return {name: their for name, their in theirs.items() if their is not None}
 
 
+def their_description(family: Family) -> dict[str, Any]:
+    """The config.json of a model. Raises UserError for dimensions that Hugging Face's model of this type cannot have."""
+    try:
+        return family.module.to_hf(family.config)
+    except ValueError as error:
+        raise UserError(f"{family.module.__name__}: {error}") from None
+
+
 def stored_again(family: Family, tied: dict[str, str]) -> dict[str, str]:
     """The names of `tied` that have a tensor of their own in a file: all but that of the tie that config.json knows."""
-    known = bool(family.module.to_hf(family.config).get("tie_word_embeddings"))
+    known = bool(their_description(family).get("tie_word_embeddings"))
     return {name: first for name, first in tied.items() if (name, known) != ("head.output.weight", True)}
 
 
@@ -178,6 +186,7 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     try:
         if cfg.enable and cfg.last_save_in_hf:
             their_names(family, [n.removeprefix("model.") for n in model_tensors(model)])
+            their_description(family)
     except UserError as error:
         yield f"checkpoint.last_save_in_hf = true: {error}"
     started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then it is not read any more

@@ -169,6 +169,7 @@ INTO_HF = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true"}
         (FROM_HF | {"model.flavor": "scaled"}, r"other dimensions than tests.tiny scaled: rope_scaling = \[8.0, 1.0"),
         (FROM_HF | {"checkpoint.initial_load_model_only": "false"}, "initial_load_in_hf = true: a folder in Hugging"),
         (INTO_HF | {"model.name": "tests.tiny_dropout"}, "last_save_in_hf = true: tests.tiny_dropout: lacks HF, HF_TYPES"),
+        (INTO_HF | {"model.overrides.n_heads": "12"}, "last_save_in_hf = true: tests.tiny: dim = 64: Hugging Face's Llama"),
     ],
 )
 def test_a_run_that_cannot_start_from_a_folder_or_end_with_one_is_refused_by_its_key(source, monkeypatch, keys, message):
