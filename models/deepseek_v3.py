@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import moe
 from models.attention import AttentionCore, SeqInfo, attend, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, apply_rope, gathered_like, transformer_flops, whole
 from models.decoder import Decoder
 from models.head import Head
 from models.moe import Experts, MoE, Router, check_choice
 from models.rope import RopeScaling, YarnScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
-
-KEEP = moe.KEEP
 
 
 @dataclass(frozen=True)

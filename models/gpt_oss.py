@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from models import attention, moe
+from models import attention
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, transformer_flops
 from models.decoder import Decoder
@@ -17,7 +17,6 @@ from models.head import Head
 from models.moe import Experts, MoE, Router, check_choice, experts_from_hf
 from models.rope import RopeScaling, YarnScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
 
-KEEP = moe.KEEP
 _YARN = YarnScaling(32.0, 4096, truncate=False)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models import moe
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, transformer_flops
 from models.decoder import Decoder
@@ -17,8 +16,6 @@ from models.head import Head
 from models.moe import Experts, MoE, Router, check_choice, experts_from_hf
 from models.olmo2 import Attention
 from models.rope import RopeScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
-
-KEEP = moe.KEEP
 
 
 @dataclass(frozen=True)
