@@ -5,7 +5,7 @@ All projections have biases, also those of router and experts, and experts clamp
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,8 +23,6 @@ _YARN = YarnScaling(32.0, 4096, truncate=False)
 @dataclass(frozen=True)
 class Config:
     """Dimensions of one model."""
-
-    attention_sinks: ClassVar[bool] = True  # not every kernel of attention knows them
 
     dim: int
     n_layers: int
