@@ -245,9 +245,6 @@ def from_hf(json: dict[str, Any]) -> Config:
     activations = {json.get(key) for key in ("hidden_activation", "hidden_act")} - {None, "gelu_pytorch_tanh"}
     if kind not in HF_TYPES or activations:
         raise ValueError(f"not a Gemma 2 or 3: model_type {kind!r}, activation {activations or 'gelu_pytorch_tanh'}")
-    for key in ("attention_bias", "use_bidirectional_attention"):
-        if json.get(key):
-            raise ValueError(f"Gemma has no {key}, but config.json sets it")
     cap = json.get("attn_logit_softcapping", 50.0 if older else None)
     if cap and not older:
         raise ValueError(f"Gemma 3 has no softcap on scores, but config.json sets attn_logit_softcapping = {cap}")

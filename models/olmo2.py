@@ -176,8 +176,6 @@ def from_hf(json: dict[str, Any]) -> Config:
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not an OLMo 2: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json.get("attention_bias"):
-        raise ValueError("OLMo 2 has no biases, but config.json sets attention_bias")
     theta, scaling = rope_from_hf(json)
     heads = json["num_attention_heads"]
     return Config(

@@ -149,8 +149,6 @@ def from_hf(json: dict[str, Any]) -> Config:
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not an OLMoE: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json.get("attention_bias") or json.get("clip_qkv") is not None:
-        raise ValueError("biases and clipped queries are not supported, but config.json sets attention_bias or clip_qkv")
     theta, scaling = rope_from_hf(json)
     return Config(
         dim=json["hidden_size"],
