@@ -294,7 +294,8 @@ def _rope_of(json: dict[str, Any], older: bool) -> tuple[float, float, RopeScali
 def _pattern_of(json: dict[str, Any], older: bool) -> int:
     """n, where every n-th layer is global."""
     layers, given = json["num_hidden_layers"], json.get("layer_types")
-    json.get("_sliding_window_pattern")  # no effect: transformers writes it beside layer_types
+    for key in ("_sliding_window_pattern", "sliding_window_size"):
+        json.get(key)  # no effect: files repeat layer_types and sliding_window
     every = 2 if older else json.get("sliding_window_pattern", 6)
     if given:
         every = given.index(_GLOBAL) + 1 if _GLOBAL in given else layers + 1

@@ -190,7 +190,8 @@ def from_hf(json: dict[str, Any]) -> Config:
         raise ValueError("layers without experts are not supported; config.json sets mlp_only_layers or decoder_sparse_step")
     for key in ("sliding_window", "max_window_layers"):
         json.get(key)  # no effect without use_sliding_window
-    json.get("intermediate_size")  # of layers without experts
+    for key in ("intermediate_size", "use_qk_norm"):
+        json.get(key)  # no effect: of layers without experts; queries and keys always have norms
     theta, scaling = rope_from_hf(json)
     return Config(
         dim=json["hidden_size"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import llama3
+from models import gemma3, llama3, qwen3, qwen3_moe
 from tests import tiny
 from tests.hf_folders import NORM, change, of_files, read, remove, replace, tensors_of
 from titanlite.config.read import read_config
@@ -37,6 +37,20 @@ def test_published_sizes_are_recognized_by_their_dimensions_and_others_are_the_f
     config = dataclasses.replace(llama3.FLAVORS["1b"], n_layers=3)
     assert recognize(describe(tmp_path, config))[:2] == ("llama3", "hf")
     assert load_family("llama3", "hf", str(tmp_path)).config == config
+
+
+@pytest.mark.parametrize(
+    ("module", "flavor", "keys"),
+    [
+        (qwen3, "2.5-0.5b", {"use_mrope": False, "sliding_window": 32768, "max_window_layers": 24}),  # all base models
+        (gemma3, "2-9b", {"sliding_window_size": 4096, "cache_implementation": "hybrid"}),
+        (llama3, "1b", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),  # SmolLM 2
+        (qwen3_moe, "30b-a3b", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),  # Qwen3-Coder
+    ],
+)
+def test_keys_of_published_files_that_change_nothing_are_read(tmp_path, module, flavor, keys):
+    (tmp_path / "config.json").write_text(json.dumps(module.to_hf(module.FLAVORS[flavor]) | keys))
+    assert recognize(tmp_path)[:2] == (module.__name__.removeprefix("models."), flavor)
 
 
 @pytest.mark.parametrize(
