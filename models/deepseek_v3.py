@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import moe
 from models.attention import AttentionCore, SeqInfo, attend, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, apply_rope, gathered_like, transformer_flops, whole
 from models.decoder import Decoder
 from models.head import Head
 from models.moe import Experts, MoE, Router, check_choice
 from models.rope import RopeScaling, YarnScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
-
-KEEP = moe.KEEP
 
 
 @dataclass(frozen=True)
@@ -276,8 +273,6 @@ def from_hf(json: dict[str, Any]) -> Config:
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not a DeepSeek-V3: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json.get("attention_bias"):
-        raise ValueError("biases of attention are not supported, but config.json sets attention_bias")
     for key, only in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
         if json.get(key, only) != only:
             raise ValueError(f"{key} = {json[key]!r}: only {only!r} is supported")

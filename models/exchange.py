@@ -316,16 +316,7 @@ def _backward_of_chunk(
 
 
 @dispatch_experts.register_fake
-def _(
-    tokens: Tensor,
-    chosen: Tensor,
-    mix: Tensor,
-    counts: Tensor,
-    weights: list[Tensor],
-    capacity: int,
-    activation: str,
-    group_name: str,
-) -> list[Tensor]:
+def _(tokens: Tensor, chosen: Tensor, mix: Tensor, counts: Tensor, weights: list[Tensor], capacity: int, *_: Any) -> Any:
     layout, hidden = layout_of(chosen, counts, weights, capacity), weights[0].shape[1]
     matmuls = [tokens.new_empty(layout.room + 1, hidden) for _ in range(2 * layout.kept_chunks)]
     return [tokens.new_empty(1, 1).expand(tokens.shape), _arrived(tokens, chosen, layout), *matmuls]
@@ -337,19 +328,8 @@ def _(through: Tensor, tokens: Tensor, *_: Any) -> Tensor:
 
 
 @experts_backward.register_fake
-def _(
-    gradients: Tensor,
-    tokens: Tensor,
-    chosen: Tensor,
-    mix: Tensor,
-    counts: Tensor,
-    weights: list[Tensor],
-    kept: list[Tensor],
-    capacity: int,
-    trained: bool,
-    activation: str,
-    group_name: str,
-) -> list[Tensor]:
+def _(*arguments: Any) -> list[Tensor]:
+    _, tokens, _, mix, _, weights, _, _, trained, *_ = arguments  # those of experts_backward
     return [torch.empty_like(tokens), torch.empty_like(mix), *(torch.empty_like(weight) for weight in weights if trained)]
 
 
@@ -417,17 +397,6 @@ def _combine_flops(through: Any, tokens: Any, chosen: Any, mix: Any, counts: Any
 
 
 @register_flop_formula(torch.ops.titanlite.experts_backward)
-def _backward_flops(
-    gradients: Any,
-    tokens: Any,
-    chosen: Any,
-    mix: Any,
-    counts: Any,
-    weights: Any,
-    kept: Any,
-    capacity: int,
-    trained: bool,
-    *_: Any,
-    **__: Any,
-) -> int:
+def _backward_flops(*arguments: Any, **__: Any) -> int:
+    _, _, chosen, _, _, weights, _, _, trained, *_ = arguments  # those of experts_backward, as shapes
     return (12 if trained else 6) * chosen[0] * chosen[1] * weights[0][1] * weights[0][2]

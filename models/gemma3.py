@@ -245,9 +245,6 @@ def from_hf(json: dict[str, Any]) -> Config:
     activations = {json.get(key) for key in ("hidden_activation", "hidden_act")} - {None, "gelu_pytorch_tanh"}
     if kind not in HF_TYPES or activations:
         raise ValueError(f"not a Gemma 2 or 3: model_type {kind!r}, activation {activations or 'gelu_pytorch_tanh'}")
-    for key in ("attention_bias", "use_bidirectional_attention"):
-        if json.get(key):
-            raise ValueError(f"Gemma has no {key}, but config.json sets it")
     cap = json.get("attn_logit_softcapping", 50.0 if older else None)
     if cap and not older:
         raise ValueError(f"Gemma 3 has no softcap on scores, but config.json sets attn_logit_softcapping = {cap}")
@@ -297,7 +294,8 @@ def _rope_of(json: dict[str, Any], older: bool) -> tuple[float, float, RopeScali
 def _pattern_of(json: dict[str, Any], older: bool) -> int:
     """n, where every n-th layer is global."""
     layers, given = json["num_hidden_layers"], json.get("layer_types")
-    json.get("_sliding_window_pattern")  # no effect: transformers writes it beside layer_types
+    for key in ("_sliding_window_pattern", "sliding_window_size"):
+        json.get(key)  # no effect: files repeat layer_types and sliding_window
     every = 2 if older else json.get("sliding_window_pattern", 6)
     if given:
         every = given.index(_GLOBAL) + 1 if _GLOBAL in given else layers + 1
@@ -316,6 +314,8 @@ def to_hf(config: Config) -> dict[str, Any]:
         )
     if not older and c.attention_softcap is not None:
         raise ValueError("Hugging Face's Gemma 3 has no softcap on scores: set attention_softcap = None")
+    if c.dim % c.n_heads:
+        raise ValueError(f"dim = {c.dim}: Hugging Face's Gemma needs one that n_heads = {c.n_heads} divides")
     scaled = scaling_to_hf(c.global_scaling) or {"rope_type": "default"}
     plain = {"rope_type": "default", "rope_theta": c.local_rope_theta}
     return {

@@ -5,11 +5,11 @@ All projections have biases, also those of router and experts, and experts clamp
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
-from models import attention, moe
+from models import attention
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, transformer_flops
 from models.decoder import Decoder
@@ -17,15 +17,12 @@ from models.head import Head
 from models.moe import Experts, MoE, Router, check_choice, experts_from_hf
 from models.rope import RopeScaling, YarnScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
 
-KEEP = moe.KEEP
 _YARN = YarnScaling(32.0, 4096, truncate=False)
 
 
 @dataclass(frozen=True)
 class Config:
     """Dimensions of one model."""
-
-    attention_sinks: ClassVar[bool] = True  # not every kernel of attention knows them
 
     dim: int
     n_layers: int

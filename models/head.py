@@ -101,8 +101,7 @@ class Head(nn.Module):
             rows = self.vocab_size  # all of them, for each token
         chunk = chunk_of(labels.numel(), rows, sizes)
         known = None if teacher is None or loss is None else teacher()
-        of_loss = loss, known, self.vocab_size, self.softcap, self.z_loss, self.scale
-        options = _Options(first, group, chunk, sizes.product, *of_loss, self.kernels, training)
+        options = _Options(self, first, group, chunk, sizes.product, loss, known, training)
         return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), options)
 
     @torch.no_grad()
@@ -171,17 +170,13 @@ class Kernels(NamedTuple):
 class _Options(NamedTuple):
     """The arguments of `_LinearCrossEntropy` that are not tensors."""
 
+    head: Head
     first: int  # this rank's first row of the vocabulary
     group: dist.ProcessGroup | None  # the ranks that the vocabulary is split over
     chunk: int  # tokens per chunk
     product: int | None  # as in Sizes
     loss: TokenLoss | None  # None: the cross entropy
     teacher: Outputs | None  # for such a loss
-    vocab_size: int  # of all ranks together
-    softcap: float | None
-    z_loss: float
-    scale: Tensor | None  # of the gradients that the forward pass computes
-    kernels: Kernels
     training: bool  # whether autograd records; inside a Function is_grad_enabled() is always False
 
 
@@ -216,7 +211,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight.add(logits, part)
         if with_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight and grad_weight.total)
-        ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
+        ctx.weight_dtype, ctx.scale = weight.dtype, options.head.scale
         return loss
 
     @staticmethod
@@ -232,26 +227,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _loss_and_gradient(logits: Tensor, label: Tensor, options: _Options, with_gradient: bool) -> Tensor:
     """The summed loss of a chunk, () float32. with_gradient: overwrites the logits (chunk, rows) with the loss's gradient."""
-    valid = label != IGNORE
+    head, valid = options.head, label != IGNORE
     column = label - options.first
     mine = valid & (column >= 0) & (column < logits.shape[1])
     column = torch.where(mine, column, 0)
-    logsumexp, target_logit = options.kernels.logsumexp_and_target(logits, column, options.softcap)
+    logsumexp, target_logit = head.kernels.logsumexp_and_target(logits, column, head.softcap)
     local_target = target_logit
     if options.group is not None:
         logsumexp, target_logit = _combine(logsumexp, torch.where(mine, target_logit, 0.0), options.group)
     loss = logsumexp - target_logit
     factor = valid.float()
-    if options.z_loss and options.training:
-        loss = loss + options.z_loss * logsumexp.square()
-        factor = factor * (1 + 2 * options.z_loss * logsumexp)
+    if head.z_loss and options.training:
+        loss = loss + head.z_loss * logsumexp.square()
+        factor = factor * (1 + 2 * head.z_loss * logsumexp)
     if with_gradient:
-        scale = 1.0 if options.scale is None else options.scale
-        options.kernels.to_gradient(logits, logsumexp, factor * scale, options.softcap)
+        scale = 1.0 if head.scale is None else head.scale
+        head.kernels.to_gradient(logits, logsumexp, factor * scale, head.softcap)
         # The gradient of the target logit is recomputed: softmax - 1 of a rounded softmax loses all digits near 1.
         gradient = ((local_target - logsumexp).exp() * factor - 1) * scale
-        if options.softcap is not None:
-            gradient = gradient * (1 - (local_target / options.softcap).square())
+        if head.softcap is not None:
+            gradient = gradient * (1 - (local_target / head.softcap).square())
         where = (torch.arange(len(logits), device=logits.device), column)  # not scatter_: on CPU it copies all logits
         logits[where] = torch.where(mine, gradient.to(logits.dtype), logits[where])
     return torch.where(valid, loss, 0.0).sum()
@@ -262,19 +257,19 @@ def _own_loss_and_gradient(token_loss: TokenLoss, logits: Tensor, label: Tensor,
 
     start: the chunk's first token. Every rank of the group computes the same losses, and keeps the gradient of its own logits.
     """
-    valid, scale = label != IGNORE, 1.0 if options.scale is None else options.scale
-    whole = logits if options.group is None else _gathered(logits, options.vocab_size, options.group)
+    head, valid = options.head, label != IGNORE
+    whole = logits if options.group is None else _gathered(logits, head.vocab_size, options.group)
     with torch.enable_grad():
         leaf = whole.float().detach().requires_grad_()
-        capped = leaf if options.softcap is None else options.softcap * torch.tanh(leaf / options.softcap)
+        capped = leaf if head.softcap is None else head.softcap * torch.tanh(leaf / head.softcap)
         losses = token_loss(capped, torch.where(valid, label, 0), **_of_teacher(options, start, len(label)))
         if fault := token_loss_fault(losses, label):
             raise ValueError(f"the head's loss {fault}")
-        if options.z_loss:
-            losses = losses + options.z_loss * capped.logsumexp(dim=-1).square()
+        if head.z_loss:
+            losses = losses + head.z_loss * capped.logsumexp(dim=-1).square()
         loss = torch.where(valid, losses.float(), 0.0).sum()
         (gradient,) = torch.autograd.grad(loss, leaf)
-    logits.copy_(gradient[:, options.first : options.first + logits.shape[1]] * scale)
+    logits.copy_(gradient[:, options.first : options.first + logits.shape[1]] * (1.0 if head.scale is None else head.scale))
     return loss.detach()
 
 
@@ -284,7 +279,7 @@ def _of_teacher(options: _Options, start: int, count: int) -> dict[str, Tensor]:
     if (teacher := options.teacher) is None:
         return {}
     logits = torch.mm(teacher.hidden[start : start + count], teacher.weight.T)
-    whole = (logits if options.group is None else _gathered(logits, options.vocab_size, options.group)).float()
+    whole = (logits if options.group is None else _gathered(logits, options.head.vocab_size, options.group)).float()
     return {"teacher_logits": whole if teacher.softcap is None else teacher.softcap * torch.tanh(whole / teacher.softcap)}
 
 
@@ -323,7 +318,7 @@ class _WeightGradient:
 
     def __init__(self, weight: Tensor, options: _Options):
         self.total = torch.empty_like(weight, dtype=torch.float32)
-        self._accumulate, self._begun = options.kernels.accumulate, False
+        self._accumulate, self._begun = options.head.kernels.accumulate, False
         self._product: Tensor | None = None
         self._wide: dict[str, Any] = {} if weight.dtype == torch.float32 else {"out_dtype": torch.float32}
         if weight.dtype != torch.float32 and options.product is not None:

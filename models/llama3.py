@@ -167,12 +167,13 @@ HF: dict[str, str] = {
 
 
 def from_hf(json: dict[str, Any]) -> Config:
-    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support.
+
+    titanlite refuses a key that this does not read, such as attention_bias, unless its value changes nothing.
+    """
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not a Llama 3: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json.get("attention_bias") or json.get("mlp_bias"):
-        raise ValueError("Llama 3 has no biases, but config.json sets attention_bias or mlp_bias")
     theta, scaling = rope_from_hf(json)
     heads = json["num_attention_heads"]
     return Config(
@@ -192,6 +193,8 @@ def from_hf(json: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """The config.json of this configuration, as transformers' LlamaConfig reads it."""
+    if config.dim % config.n_heads:
+        raise ValueError(f"dim = {config.dim}: Hugging Face's Llama needs one that n_heads = {config.n_heads} divides")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -8,15 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models import moe
 from models.attention import Attention, SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
 from models.moe import Experts, MoE, Router, check_choice, experts_from_hf
 from models.rope import RopeScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
-
-KEEP = moe.KEEP
 
 
 @dataclass(frozen=True)
@@ -154,8 +151,6 @@ def from_hf(json: dict[str, Any]) -> Config:
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not a Mixtral: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json.get("sliding_window"):
-        raise ValueError("sliding windows are not supported, but config.json sets sliding_window")
     theta, scaling = rope_from_hf(json, default_base=1_000_000.0)
     return Config(
         dim=json["hidden_size"],

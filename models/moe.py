@@ -21,7 +21,7 @@ from models.torch_private import collectives, wait_tensor
 
 # What the compiler never recomputes; once.py has the reasons.
 CHOICES = (torch.ops.aten.topk.default, torch.ops.titanlite.exchange_counts.default)
-# What selective checkpointing by operation keeps.
+# What selective checkpointing by operation keeps of MoE layers.
 KEEP = (
     *CHOICES,
     torch.ops.titanlite.grouped_product.default,

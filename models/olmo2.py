@@ -67,10 +67,10 @@ class WideNorm(RMSNorm):
 class Attention(attention.Attention):
     """Attention with one norm over the queries of all heads and one over the keys of all heads."""
 
-    def __init__(self, config: Config):
-        super().__init__(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
-        self.q_norm = WideNorm(config.n_heads * config.head_dim, config.norm_eps)
-        self.k_norm = WideNorm(config.n_kv_heads * config.head_dim, config.norm_eps)
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, norm_eps: float):
+        super().__init__(dim, n_heads, n_kv_heads, head_dim)
+        self.q_norm = WideNorm(n_heads * head_dim, norm_eps)
+        self.k_norm = WideNorm(n_kv_heads * head_dim, norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.split(self.q_norm(self.wq(x))), self.split(self.k_norm(self.wk(x))), self.split(self.wv(x))
@@ -81,12 +81,13 @@ class Block(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
+        c = config
         self.attention_input = nn.Identity()  # tensor parallelism gathers the sequence here, where other families have a norm
-        self.attention = Attention(config)
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
+        self.attention_norm = RMSNorm(c.dim, c.norm_eps)
         self.ffn_input = nn.Identity()
-        self.ffn = SwiGLU(config.dim, config.ffn_dim)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn = SwiGLU(c.dim, c.ffn_dim)
+        self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
         x = x + self.attention_norm(self.attention(self.attention_input(x), rope, seq))
@@ -175,8 +176,6 @@ def from_hf(json: dict[str, Any]) -> Config:
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not an OLMo 2: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json.get("attention_bias"):
-        raise ValueError("OLMo 2 has no biases, but config.json sets attention_bias")
     theta, scaling = rope_from_hf(json)
     heads = json["num_attention_heads"]
     return Config(

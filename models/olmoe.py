@@ -1,6 +1,7 @@
 """OLMoE (arXiv:2409.02060): everything about the family in one file.
 
-The norms precede attention and experts, as in Llama. Queries and keys are normalized over all heads together, as in OLMo 2.
+The attention is that of OLMo 2, with queries and keys normalized over all heads together. The norms precede attention and
+experts, as in Llama.
 """
 
 from dataclasses import dataclass
@@ -8,16 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models import attention, moe
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
 from models.moe import Experts, MoE, Router, check_choice, experts_from_hf
-from models.olmo2 import WideNorm
+from models.olmo2 import Attention
 from models.rope import RopeScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
-
-KEEP = moe.KEEP
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,6 @@ FLAVORS: dict[str, Config] = {
 # fmt: on
 
 
-class Attention(attention.Attention):
-    """Attention with one norm over the queries of all heads and one over the keys of all heads."""
-
-    def __init__(self, config: Config):
-        super().__init__(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
-        self.q_norm = WideNorm(config.n_heads * config.head_dim, config.norm_eps)
-        self.k_norm = WideNorm(config.n_kv_heads * config.head_dim, config.norm_eps)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.split(self.q_norm(self.wq(x))), self.split(self.k_norm(self.wk(x))), self.split(self.wv(x))
-
-
 class Block(nn.Module):
     """One layer: attention and an MoE layer, each with a norm before it and a residual connection."""
 
@@ -73,7 +59,7 @@ class Block(nn.Module):
         super().__init__()
         c = config
         self.attention_norm = RMSNorm(c.dim, c.norm_eps)
-        self.attention = Attention(c)
+        self.attention = Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
         self.ffn = MoE(Router(c.dim, c.n_experts, c.top_k, normalised=c.normalised), Experts(c.n_experts, c.dim, c.expert_dim))
 
@@ -163,8 +149,6 @@ def from_hf(json: dict[str, Any]) -> Config:
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not an OLMoE: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json.get("attention_bias") or json.get("clip_qkv") is not None:
-        raise ValueError("biases and clipped queries are not supported, but config.json sets attention_bias or clip_qkv")
     theta, scaling = rope_from_hf(json)
     return Config(
         dim=json["hidden_size"],
@@ -186,6 +170,8 @@ def from_hf(json: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """The config.json of this configuration, as transformers' OlmoeConfig reads it."""
+    if config.n_heads * config.head_dim != config.dim:
+        raise ValueError("Hugging Face's OLMoE has heads that are together as wide as the model: set n_heads x head_dim = dim")
     return {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",

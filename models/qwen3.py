@@ -199,10 +199,8 @@ def from_hf(json: dict[str, Any]) -> Config:
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not a Qwen 2 or 3: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json["model_type"] == "qwen3" and json.get("attention_bias"):
-        raise ValueError("Qwen 3 has no biases, but config.json sets attention_bias")
-    if json.get("use_sliding_window") or {*(json.get("layer_types") or [])} - {"full_attention"}:
-        raise ValueError("Qwen's sliding windows are not supported, but config.json sets use_sliding_window")
+    if {*(json.get("layer_types") or [])} - {"full_attention"}:
+        raise ValueError(f"Qwen's sliding windows are not supported, but layer_types = {json['layer_types']}")
     for key in ("sliding_window", "max_window_layers"):
         json.get(key)  # no effect without use_sliding_window
     theta, scaling = rope_from_hf(json)

@@ -8,15 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models import attention, moe, mup
+from models import attention, mup
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
 from models.moe import Experts, MoE, Router, check_choice, experts_from_hf
 from models.rope import RopeScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
-
-KEEP = moe.KEEP
 
 
 @dataclass(frozen=True)
@@ -188,15 +186,12 @@ def from_hf(json: dict[str, Any]) -> Config:
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not an MoE model of Qwen 3: model_type {json.get('model_type')!r}, activation {act!r}")
-    if json.get("attention_bias"):
-        raise ValueError("Qwen 3 has no biases, but config.json sets attention_bias")
-    if json.get("use_sliding_window"):
-        raise ValueError("Qwen's sliding windows are not supported, but config.json sets use_sliding_window")
     if json.get("mlp_only_layers") or json.get("decoder_sparse_step", 1) != 1:
         raise ValueError("layers without experts are not supported; config.json sets mlp_only_layers or decoder_sparse_step")
     for key in ("sliding_window", "max_window_layers"):
         json.get(key)  # no effect without use_sliding_window
-    json.get("intermediate_size")  # of layers without experts
+    for key in ("intermediate_size", "use_qk_norm"):
+        json.get(key)  # no effect: of layers without experts; queries and keys always have norms
     theta, scaling = rope_from_hf(json)
     return Config(
         dim=json["hidden_size"],

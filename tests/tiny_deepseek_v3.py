@@ -3,11 +3,11 @@
 import dataclasses
 
 from models.deepseek_v3 import FLAVORS as PUBLISHED
-from models.deepseek_v3 import HF, HF_TYPES, KEEP, Config, Model, flops, from_hf, initial, sharding, to_hf, unused_in_hf
+from models.deepseek_v3 import HF, HF_TYPES, Config, Model, flops, from_hf, initial, sharding, to_hf, unused_in_hf
 
 # fmt: off
 __all__ = [
-    "FLAVORS", "HF", "HF_TYPES", "KEEP", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf", "unused_in_hf",
+    "FLAVORS", "HF", "HF_TYPES", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf", "unused_in_hf",
 ]
 # fmt: on
 

@@ -6,10 +6,10 @@ Sinks and biases begin with random values, and routers with large weights, as in
 import dataclasses
 
 from models.blocks import Constant, Normal
-from models.gpt_oss import HF, HF_TYPES, KEEP, Config, Model, flops, from_hf, sharding, to_hf
+from models.gpt_oss import HF, HF_TYPES, Config, Model, flops, from_hf, sharding, to_hf
 from models.rope import YarnScaling
 
-__all__ = ["FLAVORS", "HF", "HF_TYPES", "KEEP", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
+__all__ = ["FLAVORS", "HF", "HF_TYPES", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
 
 _PLAIN = Config(
     64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=16, expert_dim=32, n_experts=8, top_k=2, window=10, vocab_size=512,

@@ -8,11 +8,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from models import moe, qwen3_moe
+from models import qwen3_moe
 from models.blocks import Constant, Distribution, Flops, Normal, SwiGLU
 from models.moe import Experts, MoE, Router
-
-KEEP = moe.KEEP
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from models.olmoe import HF, HF_TYPES, KEEP, Config, Model, flops, from_hf, initial, sharding, to_hf
+from models.olmoe import HF, HF_TYPES, Config, Model, flops, from_hf, initial, sharding, to_hf
 
-__all__ = ["FLAVORS", "HF", "HF_TYPES", "KEEP", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
+__all__ = ["FLAVORS", "HF", "HF_TYPES", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
 
 _PLAIN = Config(64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, expert_dim=32, n_experts=6, top_k=3, vocab_size=512)
 

@@ -4,10 +4,10 @@ from torch import Tensor, nn
 
 from models import llama3
 from models.blocks import Constant, Distribution, Flops, Normal
-from models.moe import KEEP, Experts, Router
+from models.moe import Experts, Router
 from tests.tiny import FLAVORS, Config
 
-__all__ = ["FLAVORS", "KEEP", "Config", "Model", "flops", "initial", "sharding"]
+__all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
 
 EXPERTS, TOP_K, FACTOR = 8, 2, 32
 

@@ -164,12 +164,18 @@ def test_kimi_k2s_published_configuration_is_read():
 
 
 @pytest.mark.parametrize(
-    ("flavor", "changes", "word"),
-    [("debug", {"attention_softcap": 50.0}, "attention_softcap"), ("2-2b", {"local_rope_theta": 500.0}, "one RoPE base")],
+    ("module", "flavor", "changes", "word"),
+    [
+        (gemma3, "debug", {"attention_softcap": 50.0}, "attention_softcap"),
+        (gemma3, "2-2b", {"local_rope_theta": 500.0}, "one RoPE base"),
+        (gemma3, "2-2b", {"n_heads": 12, "n_kv_heads": 4, "dim": 2048}, "n_heads = 12 divides"),
+        (llama3, "1b", {"n_heads": 12, "n_kv_heads": 4}, "n_heads = 12 divides"),
+        (olmoe, "debug", {"head_dim": 64}, "n_heads x head_dim = dim"),
+    ],
 )
-def test_features_that_hugging_faces_gemma_lacks_are_not_exported(flavor, changes, word):
+def test_what_hugging_faces_model_of_the_type_lacks_is_not_exported(module, flavor, changes, word):
     with pytest.raises(ValueError, match=word):
-        gemma3.to_hf(dataclasses.replace(gemma3.FLAVORS[flavor], **changes))
+        module.to_hf(dataclasses.replace(module.FLAVORS[flavor], **changes))
 
 
 # ------------------------------------------------------------------------------------------------------------ the maths

@@ -42,16 +42,15 @@ def balance_experts(
 
 def begin_step(model: nn.Module) -> None:
     """Before the first microbatch of a step."""
-    for counts in _counts(_counting(model)):
-        counts.zero_()
+    for router in _counting(model):
+        assert router.counts is not None
+        router.counts.zero_()
 
 
 def move_biases(model: nn.Module, skipped: Tensor) -> None:
     """After an optimizer step: the biases follow the load of the global batch. skipped: () float32, 1 for a skipped step."""
     routers = [router for router in _counting(model) if router.bias_update_speed and router.bias is not None]
-    for router, counts in zip(
-        routers, _summed_over_ranks(_counts(routers), group=getattr(model, "router_ranks", None)), strict=False
-    ):
+    for router, counts in zip(routers, _summed_counts(model, routers), strict=True):
         assert router.bias is not None
         # Twice the counts and the sum of all: no rounding decides which side of the mean an expert is on.
         behind = (counts.sum() - counts * len(counts)).sign()
@@ -91,7 +90,7 @@ def _of_all_stages(model: nn.Module) -> list[tuple[Tensor, float | None]]:
     spreads = [router.bias.max() - router.bias.min() for router in routers if router.bias is not None]
     found = iter(torch.stack(spreads).tolist() if spreads else [])
     ranges: list[Any] = [None if router.bias is None else next(found) for router in routers]
-    counts = _summed_over_ranks(_counts(routers), torch.device("cpu"), getattr(model, "router_ranks", None))
+    counts = _summed_counts(model, routers, torch.device("cpu"))
     of_routers = list(zip(counts, ranges, strict=True))
     if (pipeline := getattr(model, "pipeline", None)) is None:
         return of_routers
@@ -105,17 +104,14 @@ def _counting(model: nn.Module) -> list[Router]:
     return getattr(model, "routers", [])
 
 
-def _counts(routers: list[Router]) -> list[Tensor]:
-    return [router.counts for router in routers if router.counts is not None]
-
-
-def _summed_over_ranks(counts: list[Tensor], device: torch.device | None = None, group: Any = None) -> list[Tensor]:
-    """The sums over ranks of (experts,) int64 for each router, by one all-reduce. device: of the result; None: the counts'.
-    group: None: all ranks."""
+def _summed_counts(model: nn.Module, routers: list[Router], device: torch.device | None = None) -> list[Tensor]:
+    """The counts of each router, (experts,) int64, summed over the ranks that have it, by one all-reduce. device: of the
+    result; None: the counts'."""
+    counts = [router.counts for router in routers if router.counts is not None]
     if not counts:
         return []
     together = torch.cat(counts)
-    dist.all_reduce(together, group=group)
+    dist.all_reduce(together, group=getattr(model, "router_ranks", None))
     return list(together.to(device).split([len(each) for each in counts]))
 
 

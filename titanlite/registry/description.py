@@ -25,18 +25,19 @@ sep_token_id decoder_start_token_id unsloth_fixed unsloth_version max_length min
 num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
 encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-output_router_logits router_aux_loss_coef quantization_config
+output_router_logits router_aux_loss_coef quantization_config is_llama_config transformers.js_config
 """  # quantization_config is validated below, and titanlite.hf uses it to dequantize weights
 HARMLESS = frozenset(_HARMLESS.split())
 _SWITCHES = """
 attention_bias mlp_bias attention_dropout hidden_dropout residual_dropout embedding_dropout use_sliding_window
-use_bidirectional_attention is_encoder_decoder add_cross_attention tie_encoder_decoder
+use_bidirectional_attention is_encoder_decoder add_cross_attention tie_encoder_decoder qkv_bias use_mrope rope_interleaved
 """
 # For keys that a family does not read: the values that change nothing. Null changes nothing either; it means unset.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_SWITCHES.split(), (False,)),  # 0 is equal to False
     "partial_rotary_factor": (1,),
     "router_jitter_noise": (0,),
+    "shared_expert_intermediate_size": (0,),
     "is_decoder": (False, True),
     "tie_last_hidden_states": (False, True),
     "pruned_heads": ({},),

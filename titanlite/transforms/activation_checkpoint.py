@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from models.blocks import SwiGLU
 from models.decoder import Decoder
 from models.further import blocks_of
-from models.moe import CHOICES
+from models.moe import CHOICES, KEEP
 from models.once import passes
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
@@ -37,8 +37,8 @@ from titanlite.transforms.offload import Offload
 
 _aten, _higher = torch.ops.aten, torch.ops.higher_order
 
-# Expensive, so kept: attention in all its kernels, and sums over ranks. All-gathers are repeated: each result is as large as
-# the whole sequence on every rank (405b with tp 8: 2 GiB a layer). A model's module can list more under KEEP.
+# Expensive, so kept: attention in all its kernels, MoE layers, and sums over ranks. All-gathers are repeated: each result is as
+# large as the whole sequence on every rank (405b with tp 8: 2 GiB a layer). A model's module can list more under KEEP.
 KEPT_OPERATIONS = (
     flash_attention.default,
     efficient_attention.default,
@@ -49,6 +49,7 @@ KEPT_OPERATIONS = (
     _higher.inductor_compiled_code,  # the same outside of one: models/attention.py compiles nothing else that a block calls
     collectives.reduce_scatter_tensor.default,
     collectives.all_reduce.default,
+    *KEEP,
 )
 # The second one has a bias; the last one is the router's on CUDA.
 _MATMULS = (_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten.mm.dtype)

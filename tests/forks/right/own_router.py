@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from models import llama3, moe
+from models import llama3
 from models.blocks import Distribution, Flops, Normal
 from models.moe import Experts
 from tests.tiny import FLAVORS, Config
 
-__all__ = ["FLAVORS", "KEEP", "Config", "Model", "flops", "initial", "sharding"]
+__all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
 
 EXPERTS, TOP_K = 8, 1  # as in the Switch Transformer (arXiv:2101.03961)
-KEEP = moe.KEEP
 
 
 class RoutedExperts(nn.Module):

@@ -76,6 +76,7 @@ _BESIDES = (
     *("partial_rotary_factor", "attention_dropout", "sliding_window_pattern", "use_sliding_window", "max_window_layers"),
     *("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "embedding_multiplier"),
     *("num_experts", "num_local_experts", "norm_topk_prob", "decoder_sparse_step", "clip_qkv", "router_jitter_noise"),
+    *("qkv_bias", "use_mrope", "rope_interleaved", "use_qk_norm", "sliding_window_size", "shared_expert_intermediate_size"),
 )
 _TOKENS = torch.arange(24).reshape(2, 12) * 5 % 64
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import models
-from models import llama3
+from models import gemma3, llama3, qwen3, qwen3_moe
 from tests import tiny
 from tests.hf_folders import NORM, change, of_files, read, remove, replace, tensors_of
 from titanlite.config.read import read_config
@@ -38,6 +38,20 @@ def test_published_sizes_are_recognized_by_their_dimensions_and_others_are_the_f
     config = dataclasses.replace(llama3.FLAVORS["1b"], n_layers=3)
     assert recognize(describe(tmp_path, config))[:2] == ("llama3", "hf")
     assert load_family("llama3", "hf", str(tmp_path)).config == config
+
+
+@pytest.mark.parametrize(
+    ("module", "flavor", "keys"),
+    [
+        (qwen3, "2.5-0.5b", {"use_mrope": False, "sliding_window": 32768, "max_window_layers": 24}),  # all base models
+        (gemma3, "2-9b", {"sliding_window_size": 4096, "cache_implementation": "hybrid"}),
+        (llama3, "1b", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}),  # SmolLM 2
+        (qwen3_moe, "30b-a3b", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),  # Qwen3-Coder
+    ],
+)
+def test_keys_of_published_files_that_change_nothing_are_read(tmp_path, module, flavor, keys):
+    (tmp_path / "config.json").write_text(json.dumps(module.to_hf(module.FLAVORS[flavor]) | keys))
+    assert recognize(tmp_path)[:2] == (module.__name__.removeprefix("models."), flavor)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +195,7 @@ INTO_HF = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true"}
             INTO_HF | {"model.name": "tests.tiny_gemma3", "model.overrides.attention_softcap": "30.0"},
             "last_save_in_hf = true: tests.tiny_gemma3: .*attention_softcap",
         ),
+        (INTO_HF | {"model.overrides.n_heads": "12"}, "last_save_in_hf = true: tests.tiny: dim = 64: Hugging Face's Llama"),
     ],
 )
 def test_a_run_that_cannot_start_from_a_folder_or_end_with_one_is_refused_by_its_key(source, monkeypatch, keys, message):
