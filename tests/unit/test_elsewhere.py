@@ -89,7 +89,8 @@ def test_the_command_lists_gpu_only_options_on_standard_error(monkeypatch, capsy
     [
         (124_000_000, "", "tokenizer and data: a test of speed"),
         (124_000_000, "--training.dataset_path text.txt", "set model.hf_assets_path"),
-        (124_000_000, "--model.hf_assets_path assets --training.dataset_path text.txt", ""),
+        (124_000_000, "--model.hf_assets_path assets --training.dataset_path text.txt", "validation data: a test of speed"),
+        (124_000_000, "--model.hf_assets_path assets --training.dataset_path text.txt --validation.dataset_path held.txt", ""),
         (5_000_000, "", ""),
     ],
 )

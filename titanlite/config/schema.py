@@ -118,7 +118,7 @@ class Training(Section):
     dataset_path: Annotated[bounds.Text, EffectiveWhen("training.sources is not set"), MAY_CHANGE] = ""
     """Training data: a folder written by `titanlite tokenize`, a pair of .bin and .idx files in Megatron's format or a folder
     of such pairs, or text, which is tokenized at first use: a text file, a .jsonl, .json, .csv or .parquet file with "text" or
-    chat "messages" in each entry, or a folder of these; docs/guides/data.md lists all suffixes."""
+    chat "messages" in each entry, or a folder of these; docs/reference/data.md lists all suffixes."""
     sources: Annotated[list[Source], ALWAYS, MAY_CHANGE] = []
     """Several data sources, each a table: [[training.sources]] with path, options, weight, epochs, name."""
     document_policy: Annotated[Literal["pack", "best_fit", "truncate"], ALWAYS] = "pack"
@@ -230,9 +230,10 @@ class Parallelism(Section):
     each additional block costs memory for its parameters and hides more of a slow network."""
     reduce_every_microbatch: Annotated[bool, EffectiveWhen(_WITHOUT_PIPELINE, ACCUMULATION)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
-    saves communication under accumulation; until then every rank keeps the whole model's gradients in float32. Replicas are
-    all-reduced once a step. With true, they are all-reduced after every microbatch for the weight of a tied embedding and head,
-    and for all gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces once a step."""
+    saves communication under accumulation; until then every rank keeps the whole model's gradients, in mixed_precision_reduce.
+    Replicas are all-reduced once a step. With true, they are all-reduced after every microbatch for the weight of a tied
+    embedding and head, and for all gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces
+    once a step."""
     enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
     """Overlap the collectives of tensor parallelism with the adjacent matmuls, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable. With float8, only reduce-scatters overlap."""

@@ -22,15 +22,20 @@ _LARGE = 100_000_000  # parameters: no debug flavor has them
 
 
 def built_in(config: Config, parameters: int) -> str:
-    """One line if a large model trains on the built-in data or with its tokenizer, which is easily overlooked; else ""."""
-    training = config.training
-    own = training.dataset_path or training.sources or training.dataset != "stdlib"
-    rows = (("tokenizer", "model.hf_assets_path", config.model.hf_assets_path), ("data", "training.dataset_path", own))
+    """One line if a large model reads the built-in data or its tokenizer, which is easily overlooked; else ""."""
+    own, held_out = (
+        each.dataset_path or each.sources or each.dataset != "stdlib" for each in (config.training, config.validation)
+    )
+    rows = (
+        ("tokenizer", "model.hf_assets_path", config.model.hf_assets_path),
+        ("data", "training.dataset_path", own),
+        ("validation data", "validation.dataset_path", held_out or not own or not config.validation.enable),
+    )
     parts = [(part, key) for part, key, given in rows if not given]
     if parameters < _LARGE or not parts:
         return ""
     names, keys = (" and ".join(words) for words in zip(*parts, strict=True))
-    return f"{names}: a test of speed and memory, no useful model; set {keys}"
+    return f"{names}: a test of speed and memory, no useful result; set {keys}"
 
 
 def derived_values(
