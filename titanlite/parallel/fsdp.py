@@ -99,9 +99,9 @@ def apply_fsdp(
             fully_shard(head, reshard_after_forward=of_head, **options)
     # What blocks share belongs to the root, which finds it among its children, and so is gathered in all of a pass. As a unit
     # of its own it would have hooks inside of blocks, where the compiler stops.
-    root.add_module("_shared", shared)
+    root.add_module("shared", shared)
     fully_shard(root, reshard_after_forward=False, **options_of_blocks)
-    del root._shared
+    del root.shared
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
