@@ -53,7 +53,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
             file = Path(folder) / "config.toml"
-            tables = [(section, {k: v for k, v in keys.items() if v is not None}) for section, keys in config.items()]
+            tables = [(section, {k: _given(section, k, v) for k, v in keys.items()}) for section, keys in config.items()]
             lines = [f"{toml_key(section)} = {toml_value(keys)}\n" for section, keys in tables]
             file.write_text("".join(lines), encoding="utf-8")
         else:
@@ -67,13 +67,24 @@ def run(
     return Run(resolved.job.dump_folder)
 
 
+def _given(section: str, key: str, value: Any) -> Any:
+    """None in model.overrides is "none", a dimension like any other; in other tables it is an entry that is not given."""
+    return _worded(value) if (section, key) == ("model", "overrides") and value is not None else value
+
+
+def _worded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _worded(each) for key, each in value.items()}
+    return "none" if value is None else value
+
+
 def _option(section: str, key: str, value: Any) -> str:
     """A value as the text of an option; for None the default of the key."""
     if value is None:
         value = getattr(getattr(Config(), section, None), key, None)
     if value is None:
         return "none"
-    return os.fspath(value) if isinstance(value, str | os.PathLike) else toml_value(value)
+    return os.fspath(value) if isinstance(value, str | os.PathLike) else toml_value(_given(section, key, value))
 
 
 def _follow(command: list[str], environment: dict[str, str]) -> None:

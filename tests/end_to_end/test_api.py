@@ -108,6 +108,20 @@ def test_values_of_python_become_those_of_the_schema_and_each_gpu_has_a_rank(fol
     assert (first.dataset_path, first.sources[0].path) == ("", str(folder / "data.txt"))
 
 
+def test_none_is_a_dimension_in_overrides_and_an_option_that_is_not_given_elsewhere(folder, monkeypatch):
+    """A loss with `cap=None` had got the word "none"."""
+    started = []
+    monkeypatch.setattr(api, "_follow", lambda command, _: started.append(read_config(command[1], command[2:])))
+    tables = {
+        "model": {"overrides": {"rope_scaling": None}},
+        "training": {"loss": "own.loss:capped", "loss_options": {"cap": None, "power": 2}},
+    }
+    titanlite.run(tables | {"job": {"dump_folder": folder}})
+    titanlite.run({}, job={"dump_folder": folder}, **tables)
+    found = [(config.model.overrides, config.training.loss_options) for config in started]
+    assert found == [({"rope_scaling": "none"}, {"power": 2})] * 2
+
+
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)

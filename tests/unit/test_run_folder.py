@@ -22,7 +22,6 @@ from titanlite.launch.run_folder import RunLock, faults, other_run, owned_folder
 _HOLD = """
 import sys, time
 from pathlib import Path
-from titanlite.launch import run_folder
 from titanlite.launch.run_folder import RunLock
 held = RunLock(Path(sys.argv[1]))
 print("locked", flush=True)
@@ -158,6 +157,11 @@ def test_changes_are_recorded_in_any_encoding_and_of_any_owner(tmp_path, monkeyp
     monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "titanlite/launch/run_folder.py"))
     record_start(Config(job=Job(dump_folder=str(tmp_path / "out"))), {})
     assert "+th\N{REPLACEMENT CHARACTER}" in json.loads((tmp_path / "out/provenance.json").read_text())[0]["git"]["diff"]
+    # a repository of another user around the folder of packages, whose configuration git would run
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "site-packages/titanlite/launch/run_folder.py"))
+    (tmp_path / "site-packages").mkdir()
+    record_start(Config(job=Job(dump_folder=str(tmp_path / "other"))), {})
+    assert json.loads((tmp_path / "other/provenance.json").read_text())[0]["git"] is None
 
 
 def test_a_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):

@@ -59,9 +59,10 @@ def test_a_full_disk_does_not_keep_the_launcher_from_ending_the_ranks(tmp_path, 
     monkeypatch.setattr(stacks, "_LONGEST", 0.0)
     stacks.folder_of(tmp_path).mkdir()
     stacks.file_of(tmp_path, 3).symlink_to("/dev/full")
-    process = subprocess.Popen(["sleep", "600"])
-    stacks.request(tmp_path, {3: process.pid}, "ended because rank 0 has failed")
-    assert process.wait(PATIENCE) == -signal.SIGQUIT
+    signalled = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append((pid, number)))
+    stacks.request(tmp_path, {3: 12345}, "ended because rank 0 has failed")
+    assert signalled == [(12345, signal.SIGQUIT)]
 
 
 def test_a_crash_leaves_the_stack_and_a_successful_start_leaves_nothing_more(tmp_path):

@@ -127,20 +127,16 @@ def to_toml(config: Config) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value of a configuration as TOML text. None is "none", which overrides of a model understand; in the tables of a list,
-    such as training.sources, it is a key that is not set, and left out."""
+    """A value of a configuration as TOML text. Entries of a table that are None are left out: TOML has no null."""
     if hasattr(value, "item"):  # a number of NumPy or torch
         value = value.item()
     if isinstance(value, dict):
-        entries = [f"{toml_key(key)} = {toml_value(entry)}" for key, entry in value.items()]
+        entries = [f"{toml_key(key)} = {toml_value(entry)}" for key, entry in value.items() if entry is not None]
         return f"{{ {', '.join(entries)} }}" if entries else "{}"
     if isinstance(value, list | tuple):
-        given = [{key: e[key] for key in e if e[key] is not None} if isinstance(e, dict) else e for e in value]
-        return f"[{', '.join(map(toml_value, given))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, float):
         return repr(value)
-    if value is None:
-        return '"none"'
     # a JSON string is a valid TOML basic string once DEL, which JSON does not escape, is escaped
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 

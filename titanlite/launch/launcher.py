@@ -256,7 +256,8 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
     except ChildFailedError as error:
         code = first_failure(error.failures)[1].exitcode
         _print(f"{describe(error.failures)}; the run is over{launcher.stacks() if code not in _FINAL else ''}")
-        return 128 - code if code < 0 else code
+        # 1 for an echo: of all nodes, srun returns the highest code, which is to be that of the cause
+        return 128 - code if code < 0 else 1 if code == stacks.ECHO else code
     except SignalException as signalled:
         _print(f"stopped by {signalled.sigval.name}")
         return 128 + signalled.sigval

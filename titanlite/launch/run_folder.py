@@ -220,10 +220,11 @@ def record_start(config: Config, facts: dict[str, Any]) -> list[Kept]:
 
 def _git_state() -> dict[str, str] | None:
     """Commit and uncommitted changes of the code that runs, or None outside of a git checkout."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).resolve().parents[2]
 
     def git(*words: str) -> str:
-        command = ["git", "-c", "safe.directory=*", "-C", str(root), *words]  # also of another user, as in a container
+        # also of another user, as in a container; but not one around the folder where titanlite is installed
+        command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *words]
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
     try:
