@@ -32,7 +32,7 @@ from titanlite.ground.torch_private import (
     set_reduce_scatter,
     set_training_state,
 )
-from titanlite.parallel.mesh import data_degree, fsdp_mesh
+from titanlite.parallel.mesh import data_degree, fsdp_mesh, reduces_once
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.parameters import is_tied
 from titanlite.transforms.shards import local_part
@@ -168,8 +168,7 @@ class GradientSync(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> "GradientSync":
         """FSDP2 accumulates in the precision of the reduction, which must not be narrower than that of the gradients."""
-        training, parallelism = config.training, config.parallelism
-        shards = not parallelism.reduce_every_microbatch or parallelism.pipeline_parallel_degree > 1
+        training, shards = config.training, reduces_once(config)
         narrow = training.mixed_precision_reduce == "bfloat16" and training.dtype == "float32"
         return cls(shards, not shards and not narrow)
 

@@ -53,6 +53,11 @@ def needs_fsdp(config: Config, ranks: int) -> bool:
     return effective_when(Parallelism.model_fields["fsdp_prefetch"]).failing(config, Hardware(ranks=ranks)) is None
 
 
+def reduces_once(config: Config) -> bool:
+    """Whether gradients are reduced with the last microbatch of a step only."""
+    return not config.parallelism.reduce_every_microbatch or config.parallelism.pipeline_parallel_degree > 1
+
+
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
     """The mesh of all processes, which call this together. Tensor-parallel neighbors are adjacent ranks.
 

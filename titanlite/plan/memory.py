@@ -11,8 +11,7 @@ from titanlite.config.schema import Config
 from titanlite.loop.memory import GIB, machine_memory
 from titanlite.loop.remedies import REMEDIES, spelled, with_keys
 from titanlite.optim.state import state_bytes
-from titanlite.parallel.fsdp import GradientSync
-from titanlite.parallel.mesh import resolve_degrees
+from titanlite.parallel.mesh import reduces_once, resolve_degrees
 from titanlite.parallel.pipeline import StageAssignment, assign_stages
 from titanlite.registry.check import Check
 from titanlite.registry.family import family_of
@@ -39,7 +38,7 @@ def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssign
     degrees = resolve_degrees(config.parallelism, ranks)
     apart = _experts(model)
     # with one microbatch, each block's are reduced at once
-    late = GradientSync.of(config).shards and config.microbatches(degrees["dp_replicate"] * degrees["dp_shard"]) > 1
+    late = reduces_once(config) and config.microbatches(degrees["dp_replicate"] * degrees["dp_shard"]) > 1
     total = 0
     for name, p in model.named_parameters():
         if not share.has(name):
