@@ -273,7 +273,7 @@ _RECORDER_PATIENCE = 10.0
 
 
 def main(config: Config | None = None) -> None:
-    """Trains, and exits: 0 when done, 2 for a UserError, 1 for any other.
+    """Trains, and exits: 0 when done, 2 for a UserError, the code of `stacks.report` for any other.
 
     config: what the launcher has read and checked; without it this process reads its command line and checks.
     """

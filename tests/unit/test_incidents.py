@@ -69,6 +69,17 @@ def test_a_loss_scale_below_the_smallest_normal_number_ends_the_run_at_an_overfl
     assert decide(good(1, 2), "rollback", scale, 0, 2, 0).action == ""
 
 
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_a_loss_scale_that_later_steps_have_used_up_is_not_the_fault_of_an_earlier_one(policy):
+    """The scale is that after the last step of a reading, and each of them has halved it."""
+    steps = good(1) + bad(2) + good(3) + bad(*range(4, 9), loss=3.0) + good(9)
+    decision = decide(steps, policy, 2.0**-15, 0, 1, 0)
+    if policy == "skip":
+        assert (decision.action, [step.number for step in decision.bad]) == ("stop", [2, 8])
+    else:
+        assert decision[:3] == decide(steps[:2], policy, 1.0, 0, 1, 0)[:3] == (steps[1:2], policy, "")
+
+
 def test_skipped_steps_are_distinguished_from_one_with_only_a_nonfinite_loss(tmp_path):
     incidents = incidents_of(tmp_path, "skip")
     assert incidents.judge(good(1) + bad(2, loss=3.0, norm=INF) + bad(3, loss=INF, norm=2.0), None) is None

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,17 @@ def test_a_crash_leaves_the_stack_and_a_successful_start_leaves_nothing_more(tmp
 )
 def test_an_error_of_a_collective_is_reported_with_its_meaning(text, meaning):
     assert stacks._echo(RuntimeError(text)) == meaning
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("[.../pair.cc:547] Connection closed by peer [127.0.0.1]:17320", stacks.ECHO),
+        ("[.../gloo/transport/tcp/pair.cc:150] Cannot allocate memory", 2),
+        ("ncclSystemError: System call (e.g. socket, malloc) failed. Last error: Cuda failure 2 'out of memory'", 2),
+        ("another error", 1),
+    ],
+)
+def test_only_an_error_that_another_rank_may_have_caused_has_the_code_of_an_echo(text, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))  # of the traceback
+    assert stacks.report(RuntimeError(text)) == code

@@ -302,8 +302,8 @@ class ActivationCheckpoint(Section):
     selective_ac_option: Annotated[Literal["op"] | bounds.Count, EffectiveWhen('activation_checkpoint.mode = "selective"')] = (
         "op"
     )
-    """With mode "selective". "op": each block keeps the results of attention, of collectives and of every second
-    matmul, and recomputes the rest. A number n: every n-th block is recomputed as with "full"."""
+    """With mode "selective". "op": each block keeps the results of attention, of MoE layers, of collectives and of every
+    second matmul, and recomputes the rest. A number n: every n-th block is recomputed as with "full"."""
     memory_budget: Annotated[bounds.Fraction, EffectiveWhen('activation_checkpoint.mode = "memory_budget"')] = 0.5
     """With mode "memory_budget": the share of activations that is kept. 0: inputs only; 1: the compiler's default."""
     sequence_chunks: Annotated[bounds.Count, _WITH_FULL] = 1

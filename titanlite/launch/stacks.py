@@ -94,7 +94,7 @@ def report(error: Exception, patience: float = 0.0) -> int:
     if echo:
         time.sleep(patience)
     log.error("%s", text)
-    return ECHO if echo else failure.code_of(error)
+    return ECHO if echo and not failure.ran_out(error) else failure.code_of(error)
 
 
 def _echo(error: Exception) -> str:

@@ -125,12 +125,13 @@ def decide(
     finite while no gradient is.
     """
     most = _OVERFLOWS_IN_A_ROW if scale is not None else _SKIPS_IN_A_ROW if policy == "skip" else math.inf
+    last = next((step for step in reversed(steps) if is_bad(step, scaled=False)), None)  # after which the scale is known
     bad, reason = list[StepRecord](), ""
     for step in steps:
         streak = streak + 1 if is_bad(step, scaled=False) else 0
         if streak > most:
             reason = f"{streak} steps in a row were not finite, so the weights are the cause, not the batches"
-        elif streak and scale is not None and scale < LEAST:
+        elif step is last and scale is not None and scale < LEAST:
             reason = f"gradients overflow with a loss scale of {scale:g}, below float16's normal range"
         if reason:  # skipping does not help
             reason += "; checkpoint.load_step goes back to earlier weights"
