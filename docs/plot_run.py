@@ -20,7 +20,7 @@ def main() -> None:
     end = (reports[-1]["tokens_seen"], math.log(4096))
     axes.annotate("ln 4096: loss of a uniform guess", end, ha="right", va="top", fontsize=8)
     axes.set_xlabel("tokens seen")
-    axes.set_ylabel("loss (nats a token)")
+    axes.set_ylabel("loss (nats per token)")
     axes.set_title(f"llama_debug, {reports[-1]['step']} steps; each point is one batch", fontsize=10)
     axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -28,7 +28,7 @@ def validate(
     average: Ema | None = None,
     kind: str = "",
 ) -> dict[str, float | None]:
-    """One pass over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte,
+    """One pass over the first samples of each source; returns validation_loss (nats per token) and validation_bits_per_byte,
     None where there are no labels, or where they stand for no text.
 
     Several sources have their own values, such as validation_loss/web; values without a name are over all labels. All ranks
