@@ -195,7 +195,7 @@ INTO_HF = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true"}
             INTO_HF | {"model.name": "tests.tiny_gemma3", "model.overrides.attention_softcap": "30.0"},
             "last_save_in_hf = true: tests.tiny_gemma3: .*attention_softcap",
         ),
-        (INTO_HF | {"model.overrides.n_heads": "12"}, "last_save_in_hf = true: tests.tiny: dim = 64: Hugging Face's Llama"),
+        (INTO_HF | {"model.overrides.n_heads": "12"}, "last_save_in_hf = true: tests.tiny: .*: dim = 64: Hugging Face's Llama"),
     ],
 )
 def test_a_run_that_cannot_start_from_a_folder_or_end_with_one_is_refused_by_its_key(source, monkeypatch, keys, message):
