@@ -237,7 +237,7 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
     for number in stop.REQUESTS:
         signal.signal(number, launcher.on_request)
     for number in _ENDING:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets SIGHUP: the run outlives the terminal
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: the run outlives the terminal
             signal.signal(number, launcher.on_ending)
     multiprocessing.SubprocessContext = functools.partial(Ranks, launcher)  # type: ignore[misc,assignment]  # no hook
     rendezvous = Rendezvous(layout, unreachable)
