@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models import attention as their
 from models.attention import FLEX_FLASH, TILES, AttentionCore, SeqInfo, attend, block_mask, dense_mask
 from tests.distributed import scenarios
+from tests.flash import fault_of_flash
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import summed_loss
@@ -259,6 +260,7 @@ def test_tiles_equal_the_formula_at_every_length(length, scale):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)  # scores are float32
 
 
+@pytest.mark.skipif(bool(fault_of_flash()), reason=fault_of_flash())
 def test_tiles_keep_16_bits_and_are_as_exact_as_flash():
     shapes = [(2, heads, 200, 32) for heads in (8, 4, 4, 8)]
     *parts, gradient = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
