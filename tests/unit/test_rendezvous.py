@@ -171,7 +171,10 @@ def test_the_others_end_when_node_0_no_longer_answers_even_if_they_are_stuck(sta
     assert "the run is over" in capfd.readouterr().err
 
 
-def test_a_node_that_has_ended_is_not_waited_for(pair):
-    pair[1].shutdown()
+def test_a_node_that_has_ended_is_not_waited_for(pair, monkeypatch):
+    """Also where its thread gets no time to send another request."""
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "_INTERVAL", 0.0)
+        pair[1].shutdown()
     (error,) = meet(pair[0])
     assert isinstance(error, RendezvousClosedError) and "has ended" in str(error)

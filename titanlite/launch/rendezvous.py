@@ -145,6 +145,7 @@ class Rendezvous(StaticTCPRendezvous):
         self.answer: Answer | str = "not yet"  # the newest one, or why there is none
         self.lost = ""  # why the run ends
         self.closed = False
+        self.sending = threading.Lock()  # around a request: none arrives after a later one
         self.store: TCPStore | None = None
         self.request = Request(
             node=layout.node,
@@ -200,12 +201,13 @@ class Rendezvous(StaticTCPRendezvous):
         return int(isinstance(self.answer, Answer) and self.answer.newest > self.request.round)
 
     def shutdown(self) -> bool:
-        """Announces that this launcher starts no more ranks. Node 0 keeps answering until all nodes can have read a fault."""
+        """Tells node 0 that this launcher starts no more ranks. Node 0 keeps answering until all nodes can have read a fault."""
         self.request = self.request.model_copy(update={"ended": True})
-        if self.layout.nodes > 1 and not self.lost:
-            time.sleep(4 * _INTERVAL)
+        if isinstance(self.answer, Answer):  # else node 0 does not answer, or there is no other node
+            self._exchange()
         self.closed = True
         if self.server:
+            time.sleep(4 * _INTERVAL)
             self.server.shutdown()
             self.server.server_close()
         return True
@@ -263,7 +265,7 @@ class Rendezvous(StaticTCPRendezvous):
         """The answer of node 0 to the request, or why there is none."""
         address = self.address or (self.layout.host.strip("[]"), self.layout.port)
         try:
-            with socket.create_connection(address, _ANSWERED_WITHIN) as connection:
+            with self.sending, socket.create_connection(address, _ANSWERED_WITHIN) as connection:
                 connection.sendall(self.request.model_dump_json().encode() + b"\n")
                 with connection.makefile("rb") as lines:
                     answer = Answer.model_validate_json(lines.readline(_LINE))
