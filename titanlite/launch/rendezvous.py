@@ -201,7 +201,7 @@ class Rendezvous(StaticTCPRendezvous):
         return int(isinstance(self.answer, Answer) and self.answer.newest > self.request.round)
 
     def shutdown(self) -> bool:
-        """Tells node 0 that this launcher starts no more ranks. Node 0 keeps answering until all nodes can have read a fault."""
+        """Tells node 0 that this launcher starts no more ranks. Node 0 answers until all nodes can have read a fault."""
         self.request = self.request.model_copy(update={"ended": True})
         if isinstance(self.answer, Answer):  # else node 0 does not answer, or there is no other node
             self._exchange()
