@@ -11,7 +11,7 @@ import pytest
 
 from tests.token_files import TEXTS, documents_of, write_file, write_jsonl
 from tests.waiting import PATIENCE
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Training
 from titanlite.data.indexed import path_of
 from titanlite.data.prepare import cache, prepare
 from titanlite.data.prepare.cache import train_tokenizer
@@ -152,6 +152,13 @@ def test_text_is_tokenized_again_for_another_end_of_text(tmp_path, assets):
         loaded = load_tokenizer(str(assets))
         assert loaded.tokenizer.id_to_token(loaded.end_of_text) == end
         assert _documents(_open(path, assets)) == _expected(loaded)
+
+
+def test_best_fit_rows_are_other_data_than_the_text_whose_former_order_a_run_may_have(tmp_path, assets):
+    """A resume compares fingerprints: rows of 0.3 had another order."""
+    source = _open(write_jsonl(tmp_path / "a.jsonl"), assets)
+    packed, fitted = (source.with_rows(Training(seq_len=2, document_policy=policy), _KEY) for policy in ("pack", "best_fit"))
+    assert packed.fingerprint == source.fingerprint != fitted.fingerprint
 
 
 def test_a_damaged_cache_folder_is_created_again(tmp_path, assets, loaded):
