@@ -21,9 +21,8 @@ from titanlite.config.schema import Config
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.late_stage import LateStage
-from titanlite.parallel.mesh import ranks_of
+from titanlite.parallel.mesh import DEGREES, ranks_of
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
-from titanlite.plan.job import DEGREES
 from titanlite.plan.pipeline import Action, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations

@@ -8,7 +8,7 @@ import torch
 from tests.end_to_end import test_check_model
 from tests.end_to_end.test_check_model import command, failed, table
 from titanlite.config.schema import Model
-from titanlite.plan.job import DEGREES
+from titanlite.parallel.mesh import DEGREES
 from titanlite.registry.family import load_family
 from titanlite.tools import check_model
 from titanlite.verify.compare import compare, meshes_of

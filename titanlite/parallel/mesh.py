@@ -23,6 +23,15 @@ DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # ranks that read different samp
 LOSS_DIMENSIONS = ("pp", *DATA_DIMENSIONS, "cp")
 WITHIN_A_REPLICA = ("dp_shard", "cp", "tp")  # ranks that share the parameters of a stage; each has its own tokens
 WITHIN_A_STAGE = ("dp_replicate", *WITHIN_A_REPLICA)  # ranks that have the same layers
+# dimension, or the split of experts -> its key in [parallelism]
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+}
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:

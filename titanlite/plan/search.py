@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from titanlite.plan.job import DEGREES
+from titanlite.parallel.mesh import DEGREES
 from titanlite.plan.report import GIB
 from titanlite.plan.time import Choice, Job, Seconds, memory, step
 

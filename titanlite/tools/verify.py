@@ -26,8 +26,7 @@ from titanlite.data.mixture import open_data
 from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
-from titanlite.parallel.mesh import build_mesh, parts_of, ranks_of
-from titanlite.plan.job import DEGREES
+from titanlite.parallel.mesh import DEGREES, build_mesh, parts_of, ranks_of
 from titanlite.registry import own
 from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.tools.options import STEPS, command_parser, nonempty

@@ -30,8 +30,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.fsdp import GradientSync
-from titanlite.parallel.mesh import data_degree, data_rank, parts_of, ranks_of, rng_rank
-from titanlite.plan.job import DEGREES
+from titanlite.parallel.mesh import DEGREES, data_degree, data_rank, parts_of, ranks_of, rng_rank
 from titanlite.registry.family import Family, family_of
 
 # The meshes of `check-model`, and of `verify` by default: a new dimension joins with one line.

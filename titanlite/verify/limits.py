@@ -8,8 +8,7 @@ from titanlite.config.schema import Config, Model
 from titanlite.ground.errors import UserError
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
-from titanlite.parallel.mesh import ranks_of
-from titanlite.plan.job import DEGREES
+from titanlite.parallel.mesh import DEGREES, ranks_of
 from titanlite.registry.family import Family
 from titanlite.registry.limits import no_generation, refused_dimensions
 from titanlite.verify.small_runs import NotRun
