@@ -170,9 +170,8 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     cfg, source, model = config.checkpoint, Path(config.checkpoint.initial_load_path), family.on_meta()
     try:
         if cfg.last_save_in_hf:
-            tied = tied_names(model)
-            their_names(family, [*(name.removeprefix("model.") for name in model_tensors(model)), *tied])
-            stored_again(family, tied)
+            their_names(family, [*(name.removeprefix("model.") for name in model_tensors(model)), *tied_names(model)])
+            family.to_hf()
     except UserError as error:
         yield f"checkpoint.last_save_in_hf = true: {error}"
     started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then it is not read any more
