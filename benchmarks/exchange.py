@@ -4,8 +4,8 @@ Before (until commit 5949028) a token was sent to each of its experts; now it is
 results are averages over evenly routed tokens, by `titanlite/plan/experts.py`, in bfloat16; what stays on a token's rank
 counts.
 
-The second table is the traffic between nodes and inside of them, without what stays on a rank: now, and if a token were sent
-once to each node and from there to its ranks, which is not implemented (benchmarks/NOTES.md).
+The second table is the traffic between nodes and inside of them, without what stays on a rank: with one message to each rank,
+and with one to each node, from which it goes on to the ranks there (parallelism.expert_parallel_node_size).
 """
 
 import argparse
@@ -33,7 +33,7 @@ ALL_TO_ALLS = {"no recomputation": (4, 4), "full": (6, 5)}
 def reached(experts: int, ranks: int, top_k: int) -> float:
     """The number of ranks (or nodes) to which a token is sent, of those over which experts are split."""
     layout = Layout(ranks, experts // ranks, TOKENS, top_k, int(1.5 * TOKENS * top_k))
-    return on_rank_0("balanced", layout)[0].sent / TOKENS
+    return on_rank_0("balanced", layout)[0].hops[0].sent / TOKENS
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
             print(f"| {name} | {ranks} | {reduced} | {numbers} |")
     print()
     print(
-        "| model | EP | nodes, of these a token may go to | recomputation | KiB between nodes | if once each | inside | if so |"
+        "| model | EP | nodes, of these a token may go to | recomputation | KiB between nodes | once to each | inside | once to each |"
     )
     print("| - | - | - | - | - | - | - | - |")
     for name, ranks, groups, nodes in NODES:

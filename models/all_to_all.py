@@ -1,10 +1,15 @@
 """The all-to-alls of expert parallelism: how a rank's tokens are divided into chunks, and how a chunk is sent.
 
-A token is sent once to each rank that has experts for it. The tokens of a rank are divided into chunks. That bounds what a rank
-receives at a time, under any routing, and overlaps the all-to-all of one chunk with the matmuls of another. All ranks make
-the same chunks from the same counts. The host waits for these counts, because the sizes of messages must be numbers.
+A token is sent once to each rank that has experts for it. Where experts are split over nodes, it can be sent once to each node
+instead, in two hops: to the rank with the sender's number in that node, which forwards it to the ranks of its node. Such a
+relay adds up what they return, so that one sum goes back to the sender (DeepEP has the idea: arXiv:2412.19437, section 3.2.2).
+
+The tokens of a rank are divided into chunks. That bounds what a rank receives or forwards at a time, under any routing, and
+overlaps the all-to-all of one chunk with the matmuls of another. All ranks make the same chunks from the same counts. The
+host waits for these counts, because the sizes of messages must be numbers.
 """
 
+import functools
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,6 +32,7 @@ class Layout(NamedTuple):
     tokens: int  # of each rank
     copies: int  # experts of a token
     capacity: int  # rows that a rank receives in two chunks
+    nodes: int = 1  # with relays, the nodes to which a token is sent first
 
     @property
     def rows_of_token(self) -> int:
@@ -57,28 +63,85 @@ class Layout(NamedTuple):
         """The most tokens that are received in the chunks that are kept."""
         return min(self.kept_chunks * self.room, self.ranks * self.tokens)
 
+    @property
+    def kept_relayed(self) -> int:
+        """The most tokens that a relay forwards in the chunks that are kept."""
+        return min(self.kept_chunks * self.room, self.nodes * self.tokens) if self.nodes > 1 else 0
+
+
+class Hop(NamedTuple):
+    """An all-to-all on the way of a token: over all ranks of the experts, or over nodes and then over the ranks of a node."""
+
+    group: Any
+    receivers: int  # the ranks of the group; each stands for its node in the hop between nodes
+    first: int  # expert of all receivers
+    experts: int  # of each receiver
+
+    def of(self, chosen: Tensor) -> Tensor:
+        """Where a token goes, (tokens, copies) int, by its experts: `receivers` where an expert is not in the group, or where
+        an expert before it is on the same rank, or node.
+        """
+        receivers = (chosen - self.first).div(self.experts, rounding_mode="floor")
+        earlier = (receivers[:, :, None] == receivers[:, None, :]).tril(-1).any(-1)
+        return receivers.masked_fill(earlier | (receivers < 0) | (receivers >= self.receivers), self.receivers)
+
+
+def hops_of(groups: str, experts: int) -> list[Hop]:
+    """The hops of a token. experts: of each rank.
+
+    groups: the name of the process group of all ranks; or "between,within", the names of those between nodes and within one.
+    """
+    first, *others = map(resolve_process_group, groups.split(","))
+    if not others:
+        return [Hop(first, first.size(), 0, experts)]
+    (within,) = others
+    of_node = within.size() * experts
+    return [Hop(first, first.size(), 0, of_node), Hop(within, within.size(), first.rank() * of_node, experts)]
+
+
+def rank_of(hops: list[Hop]) -> int:
+    """This rank's number among those that the experts are split over."""
+    return functools.reduce(lambda number, hop: number * hop.receivers + hop.group.rank(), hops, 0)
+
+
+class Splits(NamedTuple):
+    """Of one hop: the tokens that this rank sends to each of its receivers, and receives from each sender."""
+
+    sends: list[int]
+    receives: list[int]
+
 
 class Chunk(NamedTuple):
     """What this rank sends and receives at a time."""
 
     first: int  # of this rank's tokens
     last: int
-    sends: list[int]  # tokens to each rank
-    receives: list[int]  # tokens from each rank
+    hops: list[Splits]
     rows: int  # that this rank computes
+
+    @property
+    def received(self) -> int:
+        """The tokens that arrive at this rank's experts."""
+        return sum(self.hops[-1].receives)
+
+    @property
+    def relayed(self) -> int:
+        """The tokens that this rank receives to forward them."""
+        return sum(sum(hop.receives) for hop in self.hops[:-1])
 
 
 def chunks(counts: Tensor, layout: Layout, rank: int) -> list[Chunk]:
     """The chunks of this rank; all ranks have the same number of them. counts: of `exchange_counts`."""
-    sent, received, rows = counts
-    cuts = cuts_of(F.pad(rows.cumsum(1), (1, 0)), layout)
+    of_hops = counts.unflatten(0, (-1, 3))  # (hops, 3, ranks, parts)
+    loads = of_hops[:, 2]
+    sizes = [layout.ranks] if len(of_hops) == 1 else [layout.nodes, layout.ranks // layout.nodes]
+    cuts = cuts_of(F.pad(loads.flatten(0, 1).cumsum(1), (1, 0)), layout)
     return [
         Chunk(
             first * layout.part,
             min(last * layout.part, layout.tokens),
-            sent[:, first:last].sum(1).tolist(),
-            received[:, first:last].sum(1).tolist(),
-            int(rows[rank, first:last].sum()),
+            [Splits(*hop[:2, :size, first:last].sum(2).tolist()) for hop, size in zip(of_hops, sizes, strict=True)],
+            int(loads[-1, rank, first:last].sum()),
         )
         for first, last in pairwise(cuts)
     ]
@@ -87,7 +150,8 @@ def chunks(counts: Tensor, layout: Layout, rank: int) -> list[Chunk]:
 def cuts_of(ends: Tensor, layout: Layout) -> list[int]:
     """The parts at which chunks begin and end: as few chunks as fit, with equal work for the rank that receives most.
 
-    ends: (ranks, parts + 1), how many rows a rank has received before each part.
+    ends: (ranks, parts + 1), how many rows a rank has received before each part. With relays, (2 ranks, parts + 1): as many as
+    each has forwarded come first.
     """
     busiest = ends[ends[:, -1].argmax()]
     total = int(busiest[-1])
@@ -119,13 +183,6 @@ class Pairs(NamedTuple):
     def sums(self, rows: Tensor) -> Tensor:
         """The sum of each token's rows, in float32: (n + 1, a) -> (tokens, a). The last row is not read."""
         return F.embedding_bag(self.positions, rows, mode="sum", padding_idx=len(self.tokens))
-
-
-def receivers_of(chosen: Tensor, layout: Layout) -> Tensor:
-    """The rank of each expert of a token; `ranks` where an expert before it is on the same rank."""
-    receivers = chosen // layout.experts
-    earlier = (receivers[:, :, None] == receivers[:, None, :]).tril(-1).any(-1)
-    return receivers.masked_fill(earlier, layout.ranks)
 
 
 class Arriving(NamedTuple):
@@ -164,35 +221,51 @@ def unpack(packed: Tensor, dim: int, dtype: torch.dtype, *beside: torch.dtype) -
 
 
 @torch.library.custom_op("titanlite::exchange_counts", mutates_args=())
-def exchange_counts(chosen: Tensor, ranks: int, experts: int, capacity: int, group_name: str) -> Tensor:
+def exchange_counts(chosen: Tensor, ranks: int, experts: int, capacity: int, groups: str) -> Tensor:
     """How many tokens ranks send to each other. The host waits for the device here, and nowhere else.
 
-    chosen: (tokens, copies) int64, the experts of this rank's tokens. experts: of each rank.
+    chosen: (tokens, copies) int64, the experts of this rank's tokens. experts: of each rank. groups: of `hops_of`.
 
-    -> (3, ranks, parts) int64 on the host, for each part of the tokens: those that this rank sends to each rank and receives
-    from each rank, and the rows that each rank receives from all.
+    -> (3 x hops, ranks, parts) int64 on the host, for each hop and each part of the tokens: those that this rank sends to each
+    receiver and receives from each sender, filled up with zeros, and the load of every rank: the rows that it computes in
+    the last hop, the tokens that it sends in it in one before.
     """
-    group, layout = resolve_process_group(group_name), Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
-    sent = torch.stack([_per_part(numbers, layout) for numbers in (receivers_of(chosen, layout), chosen // experts)], dim=1)
-    received = torch.empty_like(sent)  # (ranks, 2, parts)
-    dist.all_to_all_single(received, sent, group=group)
-    rows = chosen.new_empty(ranks, layout.parts)
-    own = received[:, 1].sum(0).repeat(ranks)
-    dist.all_to_all_single(rows.view(-1), own, group=group)  # 2.13 renames all-gather and warns of its old name
-    return _on_host(torch.stack((sent[:, 0], received[:, 0], rows)))
+    hops, layout = hops_of(groups, experts), Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
+    tokens = _per_part(Hop(None, ranks, 0, experts).of(chosen), ranks, layout)
+    ahead = torch.stack((tokens, _per_part(chosen // experts, ranks, layout)), dim=1)  # (ranks, 2, parts): tokens and rows
+    splits, loads = list[Tensor](), list[Tensor]()
+    for hop in hops:
+        last, message = hop is hops[-1], ahead.view(hop.receivers, -1, layout.parts)
+        if not last:  # a token goes once to a node, to several ranks of which it may go on
+            message = torch.cat((_per_part(hop.of(chosen), hop.receivers, layout)[:, None], message), dim=1)
+        arrived = _all_to_all(message, hop)
+        splits += [F.pad(each[:, 0], (0, 0, 0, ranks - hop.receivers)) for each in (message, arrived)]
+        ahead = arrived[:, 0 if last else 1 :].sum(0).view(-1, 2, layout.parts)
+        loads.append(ahead[:, 1 if last else 0].sum(0))
+    every = torch.stack(loads)  # of this rank, (hops, parts)
+    for hop in reversed(hops):  # an all-gather, whose function 2.13 renames, with a warning for the old name
+        every = _all_to_all(every.expand(hop.receivers, *every.shape), hop)
+    of_hops = every.view(ranks, len(hops), -1).unbind(1)
+    return _on_host(torch.stack([each for number, load in enumerate(of_hops) for each in (*splits[2 * number :][:2], load)]))
 
 
-def _per_part(ranks: Tensor, layout: Layout) -> Tensor:
-    """How often each rank occurs in each part of the tokens: ranks (tokens, copies) -> (ranks, parts) int64."""
+def _all_to_all(message: Tensor, hop: Hop) -> Tensor:
+    arrived = torch.empty_like(message, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(arrived, message.contiguous(), group=hop.group)
+    return arrived
+
+
+def _per_part(numbers: Tensor, end: int, layout: Layout) -> Tensor:
+    """How often each number below `end` occurs in each part of the tokens: (tokens, copies) -> (end, parts) int64."""
     missing = layout.parts * layout.part - layout.tokens
-    of_parts = F.pad(ranks, (0, 0, 0, missing), value=layout.ranks).view(layout.parts, -1, 1)
-    return (of_parts == torch.arange(layout.ranks, device=ranks.device)).sum(1).t()
+    of_parts = F.pad(numbers, (0, 0, 0, missing), value=end).view(layout.parts, -1, 1)
+    return (of_parts == torch.arange(end, device=numbers.device)).sum(1).t()
 
 
 @exchange_counts.register_fake
-def _(chosen: Tensor, ranks: int, experts: int, capacity: int, group_name: str) -> Tensor:
+def _(chosen: Tensor, ranks: int, experts: int, capacity: int, groups: str) -> Tensor:
     layout = Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
-    return chosen.new_empty(3, ranks, layout.parts, device="cpu")
+    return chosen.new_empty(3 * len(groups.split(",")), ranks, layout.parts, device="cpu")
 
 
 exchange_counts.register_autograd(lambda ctx, _: (None,) * 5)

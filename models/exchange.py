@@ -9,7 +9,8 @@ and never recompiles. The weights of a token's experts multiply hidden values, b
 gradient needs the results of experts, each rank returns one sum for a token, and a recomputation can stop before combining.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,18 +21,19 @@ from models.all_to_all import (
     KEPT,
     Arriving,
     Chunk,
+    Hop,
     Layout,
     Pairs,
     begin,
     chunks,
     exchange_counts,
+    hops_of,
     pack,
-    receivers_of,
+    rank_of,
     unpack,
 )
 from models.grouped import ACTIVATIONS, Activation, grouped_outer, grouped_product, grouped_sum
 from models.once import once
-from models.torch_private import resolve_process_group
 
 
 class Rows(NamedTuple):
@@ -74,6 +76,14 @@ class Weights(NamedTuple):
         return grouped_product(rows, self.w1, ends, True, self.b1), grouped_product(rows, self.w3, ends, True, self.b3)
 
 
+class Returning(NamedTuple):
+    """Sums of a chunk on their way back to the ranks of its tokens."""
+
+    this: Chunk
+    hop: int
+    arriving: Arriving
+
+
 class Layer(NamedTuple):
     """The arguments of the operations, and values derived from them."""
 
@@ -83,72 +93,132 @@ class Layer(NamedTuple):
     weights: Weights
     layout: Layout
     chunks: list[Chunk]
-    group: Any
-    sorted: dict[int, Pairs]  # by a chunk's first token: what `sent` has sorted
+    hops: list[Hop]
+    rank: int  # of those that the experts are split over
+    sorted: dict[tuple[int, int], Pairs]  # by hop and a chunk's first token: the tokens that are sent, by their receivers
 
     @classmethod
     def of(
-        cls,
-        tokens: Tensor,
-        chosen: Tensor,
-        mix: Tensor,
-        counts: Tensor,
-        weights: list[Tensor],
-        capacity: int,
-        group_name: str,
+        cls, tokens: Tensor, chosen: Tensor, mix: Tensor, counts: Tensor, weights: list[Tensor], capacity: int, groups: str
     ) -> "Layer":
-        group, layout = resolve_process_group(group_name), layout_of(chosen, counts, weights, capacity)
-        return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, group.rank()), group, {})
+        hops, layout = hops_of(groups, len(weights[0])), layout_of(chosen, counts, weights, capacity, groups)
+        rank = rank_of(hops)
+        return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, rank), hops, rank, {})
 
-    def sent(self, this: Chunk) -> Pairs:
-        """The tokens of a chunk, sorted by the ranks that get them."""
-        if this.first not in self.sorted:
-            receivers = receivers_of(self.chosen[this.first : this.last], self.layout)
-            self.sorted[this.first] = Pairs.of(receivers, self.layout.ranks, sum(this.sends))
-        return self.sorted[this.first]
+    def relay(self, this: Chunk, numbers: Tensor) -> None:
+        """Sorts the tokens that this rank forwards. numbers: of their experts, (tokens, copies) int32."""
+        self.sorted[1, this.first] = Pairs.of(self.hops[1].of(numbers), self.hops[1].receivers, sum(this.hops[1].sends))
 
-    def dispatch(self, x: Tensor, this: Chunk, into: Tensor | None = None) -> Arriving:
-        """Sends x of a chunk's tokens, (tokens, ...), once to each rank that has experts for them."""
-        return begin(x.index_select(0, self.sent(this).tokens), this.sends, this.receives, self.group, into)
+    def sent(self, this: Chunk, hop: int = 0) -> Pairs:
+        """The tokens of a chunk that this rank sends in a hop, sorted by their receivers."""
+        if hop == 0 and (0, this.first) not in self.sorted:
+            receivers = self.hops[0].of(self.chosen[this.first : this.last])
+            self.sorted[0, this.first] = Pairs.of(receivers, self.hops[0].receivers, sum(this.hops[0].sends))
+        return self.sorted[hop, this.first]
 
-    def dispatch_tokens(self, this: Chunk, into: Tensor | None = None) -> Arriving:
-        """Sends a chunk's tokens, with the numbers and weights of their experts."""
-        part = slice(this.first, this.last)
-        return self.dispatch(pack(self.tokens[part], self.chosen[part].int(), self.mix[part]), this, into)
+    def _begin(self, x: Tensor, this: Chunk, hop: int, into: Tensor | None) -> Arriving:
+        return begin(x.index_select(0, self.sent(this, hop).tokens), *this.hops[hop], self.hops[hop].group, into)
+
+    def dispatch(
+        self,
+        these: list[Chunk],
+        x: Callable[[Chunk], Tensor],
+        into: list[Tensor] | None = None,
+        relay: Callable[[Chunk, Tensor], None] = lambda *_: None,
+    ) -> list[Arriving]:
+        """Sends x of the tokens of chunks, (tokens, ...), once to each rank that has experts for them.
+
+        into: a buffer for each chunk. relay: is called with what this rank forwards.
+        """
+        relays, ends = len(self.hops) > 1, [*into] if into else [None] * len(these)
+        arriving = [self._begin(x(this), this, 0, None if relays else end) for this, end in zip(these, ends, strict=True)]
+        for number, (this, end) in enumerate(zip(these, ends, strict=True)) if relays else ():
+            passing = arriving[number].wait()[:-1]
+            relay(this, passing)
+            arriving[number] = self._begin(passing, this, 1, end)
+        return arriving
+
+    def dispatch_tokens(
+        self, these: list[Chunk], into: list[Tensor] | None = None, relayed: list[Tensor] | None = None
+    ) -> list[Arriving]:
+        """Sends the tokens of chunks, with the numbers and weights of their experts.
+
+        relayed: gets the numbers of the experts of tokens that this rank forwards, a tensor for each chunk.
+        """
+
+        def packed(this: Chunk) -> Tensor:
+            part = slice(this.first, this.last)
+            return pack(self.tokens[part], self.chosen[part].int(), self.mix[part])
+
+        def relay(this: Chunk, passing: Tensor) -> None:
+            numbers = self.unpacked(passing)[1]
+            self.relay(this, numbers)
+            if relayed is not None:
+                relayed.append(numbers.clone())
+
+        return self.dispatch(these, packed, into, relay)
+
+    def unpacked(self, packed: Tensor) -> list[Tensor]:
+        """What `dispatch_tokens` sends: x, the numbers of experts, and their weights."""
+        return unpack(packed, self.tokens.shape[1], self.tokens.dtype, torch.int32, torch.float32)
 
     def received(self, arrived: Tensor, this: Chunk) -> Rows:
         """Unpacks what `dispatch_tokens` of all ranks has sent here."""
-        tokens, experts = self.tokens, self.layout.experts
-        packed = arrived[: sum(this.receives)]
-        x, numbers, mix = unpack(packed, tokens.shape[1], tokens.dtype, torch.int32, torch.float32)
-        own = numbers - self.group.rank() * experts
+        experts = self.layout.experts
+        x, numbers, mix = self.unpacked(arrived[: this.received])
+        own = numbers - self.rank * experts
         pairs = Pairs.of(own.masked_fill((own < 0) | (own >= experts), experts), experts, this.rows)
         of_rows = mix.new_empty(this.rows + 1)
         torch.index_select(mix.flatten(), 0, pairs.chosen, out=of_rows[: this.rows])
         return Rows(x, of_rows, pairs)
 
+    def back(self, x: Tensor, this: Chunk, hop: int = -1) -> Returning:
+        """Returns one row for each token that a hop has brought."""
+        sends, receives = this.hops[hop]
+        return Returning(this, hop % len(self.hops), begin(x, receives, sends, self.hops[hop].group))
+
+    def passed_on(self, each: Returning, sums: Callable[[Pairs, Tensor], Tensor]) -> Returning:
+        """Adds up what returns to this rank as a relay, and passes it on to the ranks of the tokens."""
+        if each.hop == 0:
+            return each
+        return self.back(sums(self.sent(each.this, each.hop), each.arriving.wait()), each.this, each.hop - 1)
+
+    def relay_kept(self, kept: list[Tensor]) -> None:
+        """Sorts what this rank forwards in the first two chunks. kept: of `dispatch_experts`."""
+        begun = 0
+        for this in self.chunks[: self.layout.kept_chunks] if len(self.hops) > 1 else ():
+            self.relay(this, kept[1][begun : begun + this.relayed])
+            begun += this.relayed
+
     def computed(self, kept: list[Tensor]) -> Iterator[tuple[Chunk, Rows, Tensor, Tensor]]:
         """Each chunk, what has arrived, and the first two matmuls. kept: of `dispatch_experts`."""
-        arrived, *matmuls = kept
+        arrived, _, *matmuls = kept
         for number, this in enumerate(self.chunks):
             if number < self.layout.kept_chunks:
                 rows = self.received(arrived, this)
-                arrived = arrived[sum(this.receives) :]
+                arrived = arrived[this.received :]
                 gate, up = (each[: this.rows + 1] for each in matmuls[2 * number :][:2])
                 yield this, rows, gate, up
             else:
-                rows = self.received(self.dispatch_tokens(this).wait(), this)
+                rows = self.received(self.dispatch_tokens([this])[0].wait(), this)
                 yield this, rows, *self.weights.gate_up(rows.spread(rows.x, this.rows + 1), rows.pairs.ends)
 
 
-def layout_of(chosen: Tensor, counts: Tensor, weights: list[Tensor], capacity: int) -> Layout:
-    return Layout(counts.shape[1], len(weights[0]), chosen.shape[0], chosen.shape[1], capacity)
+def layout_of(chosen: Tensor, counts: Tensor, weights: list[Tensor], capacity: int, groups: str) -> Layout:
+    first, *others = hops_of(groups, len(weights[0]))
+    nodes = first.receivers if others else 1
+    return Layout(counts.shape[1], len(weights[0]), chosen.shape[0], chosen.shape[1], capacity, nodes)
 
 
 def _arrived(tokens: Tensor, chosen: Tensor, layout: Layout) -> Tensor:
     """An unwritten buffer for the packed tokens of the first two chunks."""
     width = pack(tokens[:0], chosen[:0].int(), chosen[:0].int()).shape[1]
     return tokens.new_empty(layout.kept_tokens, width, dtype=torch.int32)
+
+
+def _relayed(chosen: Tensor, layout: Layout) -> Tensor:
+    """An unwritten buffer for the numbers of the experts of tokens that this rank forwards in the first two chunks."""
+    return chosen.new_empty(layout.kept_relayed, layout.copies, dtype=torch.int32)
 
 
 # --------------------------------------------------------------------------------------------------------------- operations
@@ -163,28 +233,32 @@ def dispatch_experts(
     weights: list[Tensor],
     capacity: int,
     activation: str,
-    group_name: str,
+    groups: str,
 ) -> list[Tensor]:
     """Dispatches the tokens of the first two chunks, and computes the first two matmuls of their experts.
 
     tokens: (tokens, dim); chosen: (tokens, copies) int64; mix: the same shape, float32, the weights of the experts' results.
     counts: of `exchange_counts`. weights: `Weights` of this rank's experts. activation: of ACTIVATIONS.
 
+    groups: of `hops_of`.
+
     -> what `combine_experts` takes as `through`, (tokens, dim), without values. For the backward pass: what has arrived,
-    packed, and both matmuls of each chunk, (room + 1, hidden). The ends of all are unwritten.
+    packed, the experts of tokens that this rank forwards, and both matmuls of each chunk, (room + 1, hidden). The ends of
+    all are unwritten.
     """
-    layer = Layer.of(tokens, chosen, mix, counts, weights, capacity, group_name)
-    first, arrived = layer.chunks[: layer.layout.kept_chunks], _arrived(tokens, chosen, layer.layout)
-    arriving, matmuls, begun = list[Arriving](), list[Tensor](), 0
-    for this in first:
-        arriving.append(layer.dispatch_tokens(this, arrived[begun:]))
-        begun += sum(this.receives)
+    layer = Layer.of(tokens, chosen, mix, counts, weights, capacity, groups)
+    first, arrived, numbers = layer.chunks[: layer.layout.kept_chunks], _arrived(tokens, chosen, layer.layout), list[Tensor]()
+    begins = itertools.accumulate((this.received for this in first), initial=0)
+    arriving = layer.dispatch_tokens(first, [arrived[begin:] for begin, _ in zip(begins, first, strict=False)], numbers)
+    matmuls, relayed = list[Tensor](), _relayed(chosen, layer.layout)
+    if numbers:
+        torch.cat(numbers, out=relayed[: sum(map(len, numbers))])
     for this in first:
         rows = layer.received(arriving.pop(0).wait(), this)
         matmuls += layer.weights.gate_up(rows.spread(rows.x, layer.layout.room + 1), rows.pairs.ends)
     while len(matmuls) < 2 * layer.layout.kept_chunks:  # fewer chunks than there may be
         matmuls.append(torch.empty_like(matmuls[0]))
-    return [tokens.new_empty(1, 1).expand(tokens.shape), arrived, *matmuls]
+    return [tokens.new_empty(1, 1).expand(tokens.shape), arrived, relayed, *matmuls]
 
 
 @torch.library.custom_op("titanlite::combine_experts", mutates_args=())
@@ -198,21 +272,22 @@ def combine_experts(
     kept: list[Tensor],
     capacity: int,
     activation: str,
-    group_name: str,
+    groups: str,
 ) -> Tensor:
     """The weighted sum of the results of each token's experts, (tokens, dim).
 
     through, kept: of `dispatch_experts`. The other arguments are as there. The gradients of the sums are passed on to it as
     those of `through`: its backward pass is that of both, so this operation keeps nothing.
     """
-    layer, act = Layer.of(tokens, chosen, mix, counts, weights, capacity, group_name), ACTIVATIONS[activation]
+    layer, act = Layer.of(tokens, chosen, mix, counts, weights, capacity, groups), ACTIVATIONS[activation]
     result = torch.empty_like(tokens)
-    returning: list[tuple[Chunk, Arriving]] = []
+    returning: list[Returning] = []
 
     def finish() -> None:
-        this, sums = returning.pop(0)
+        this, _, sums = layer.passed_on(returning.pop(0), Pairs.sums)
         result[this.first : this.last] = layer.sent(this).sums(sums.wait())
 
+    layer.relay_kept(kept)
     for this, rows, gate, up in layer.computed(kept):
         hidden = act.hidden(gate, up).mul_(rows.mix[:, None])
         results = grouped_product(hidden, layer.weights.w2, rows.pairs.ends, True, None)
@@ -220,10 +295,12 @@ def combine_experts(
         sums = rows.pairs.sums(results)
         if layer.weights.b2 is not None:
             sums.addmm_(rows.by_expert(), layer.weights.b2)
-        returning.append((this, begin(sums, this.receives, this.sends, layer.group)))
+        returning.append(layer.back(sums, this))
         del results, sums, rows, gate, up  # before the next chunk has as much
         if len(returning) == KEPT:
             finish()
+    for number, each in enumerate(returning):  # both before one is waited for
+        returning[number] = layer.passed_on(each, Pairs.sums)
     while returning:
         finish()
     return result
@@ -241,32 +318,44 @@ def experts_backward(
     capacity: int,
     trained: bool,
     activation: str,
-    group_name: str,
+    groups: str,
 ) -> list[Tensor]:
     """The gradients of tokens, of `mix`, and, if they are trained, of the weights.
 
     gradients: of the sums that `combine_experts` returns, whose arguments the others are.
     """
-    layer = Layer.of(tokens, chosen, mix, counts, weights, capacity, group_name)
+    layer = Layer.of(tokens, chosen, mix, counts, weights, capacity, groups)
     to_tokens, to_mix = torch.empty_like(tokens), torch.empty_like(mix)
     to_weights: list[Tensor | None] = [None] * len(weights) if trained else []
-    arriving = [layer.dispatch(gradients[this.first : this.last], this) for this in layer.chunks[:KEPT]]
-    returning: list[tuple[Chunk, Arriving]] = []
+    returning: list[Returning] = []
+
+    def dispatched(*these: Chunk) -> list[Arriving]:
+        return layer.dispatch([*these], lambda this: gradients[this.first : this.last])
+
+    def unpacked(back: Tensor) -> list[Tensor]:
+        return unpack(back, tokens.shape[1], tokens.dtype, torch.float32)
+
+    def packed_sums(pairs: Pairs, back: Tensor) -> Tensor:
+        return pack(*map(pairs.sums, unpacked(back)))
 
     def finish() -> None:
-        this, back = returning.pop(0)
-        of_tokens, of_mix = unpack(back.wait(), tokens.shape[1], tokens.dtype, torch.float32)
+        this, _, back = layer.passed_on(returning.pop(0), packed_sums)
+        of_tokens, of_mix = unpacked(back.wait())
         pairs, part = layer.sent(this), slice(this.first, this.last)
         to_tokens[part] = pairs.sums(of_tokens)
         to_mix[part] = pairs.sums(of_mix)  # a rank returns zeros beside those of its own experts
 
+    layer.relay_kept(kept)
+    arriving = dispatched(*layer.chunks[:KEPT])
     for this, rows, gate, up in layer.computed(kept):
-        gradient = (arriving.pop(0) if arriving else layer.dispatch(gradients[this.first : this.last], this)).wait()[:-1]
+        gradient = (arriving or dispatched(this)).pop(0).wait()[:-1]
         back = _backward_of_chunk(gradient, rows, gate, up, layer.weights, to_weights, ACTIVATIONS[activation])
-        returning.append((this, begin(back, this.receives, this.sends, layer.group)))
+        returning.append(layer.back(back, this))
         del gradient, rows, gate, up, back
         if len(returning) == KEPT:
             finish()
+    for number, each in enumerate(returning):
+        returning[number] = layer.passed_on(each, packed_sums)
     while returning:
         finish()
     return [to_tokens, to_mix, *(each for each in to_weights if each is not None)]
@@ -316,10 +405,19 @@ def _backward_of_chunk(
 
 
 @dispatch_experts.register_fake
-def _(tokens: Tensor, chosen: Tensor, mix: Tensor, counts: Tensor, weights: list[Tensor], capacity: int, *_: Any) -> Any:
-    layout, hidden = layout_of(chosen, counts, weights, capacity), weights[0].shape[1]
+def _(
+    tokens: Tensor,
+    chosen: Tensor,
+    mix: Tensor,
+    counts: Tensor,
+    weights: list[Tensor],
+    capacity: int,
+    activation: str,
+    groups: str,
+) -> list[Tensor]:
+    layout, hidden = layout_of(chosen, counts, weights, capacity, groups), weights[0].shape[1]
     matmuls = [tokens.new_empty(layout.room + 1, hidden) for _ in range(2 * layout.kept_chunks)]
-    return [tokens.new_empty(1, 1).expand(tokens.shape), _arrived(tokens, chosen, layout), *matmuls]
+    return [tokens.new_empty(1, 1).expand(tokens.shape), _arrived(tokens, chosen, layout), _relayed(chosen, layout), *matmuls]
 
 
 @combine_experts.register_fake
@@ -344,10 +442,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     tokens, chosen, mix, counts, *tensors = ctx.saved_tensors
     kept, weights = tensors[: -ctx.of_weights], tensors[-ctx.of_weights :]
-    capacity, activation, group_name = ctx.words
+    capacity, activation, groups = ctx.words
     trained = any(ctx.needs_input_grad[4])
     to_tokens, to_mix, *to_weights = experts_backward(
-        gradients[0].contiguous(), tokens, chosen, mix, counts, weights, kept, capacity, trained, activation, group_name
+        gradients[0].contiguous(), tokens, chosen, mix, counts, weights, kept, capacity, trained, activation, groups
     )
     return to_tokens, None, to_mix, None, to_weights or [None] * len(weights), None, None, None
 
@@ -372,18 +470,20 @@ def exchanged_experts(
     ranks: int,
     capacity: int,
     activation: str,
-    group_name: str,
+    groups: str,
 ) -> Tensor:
     """The weighted sum of the results of each token's experts, which are split over `ranks` ranks; all three operations.
 
     tokens: (tokens, dim); chosen: (tokens, copies) int64; mix: the same shape, float32. weights: `Weights` of this rank's
-    experts. capacity: the rows that a rank receives at a time. activation: of ACTIVATIONS. -> (tokens, dim)
+    experts. capacity: the rows that a rank receives at a time. activation: of ACTIVATIONS. groups: of `hops_of`.
+
+    -> (tokens, dim)
     """
     # once, because a fork's router may choose otherwise when recomputed, and counts belong to this choice
     tokens, chosen = tokens.contiguous(), once(lambda: chosen)
-    counts = once(lambda: exchange_counts(chosen, ranks, len(weights[0]), capacity, group_name))
-    through, *kept = dispatch_experts(tokens, chosen, mix, counts, weights, capacity, activation, group_name)
-    return combine_experts(through, tokens, chosen, mix, counts, weights, kept, capacity, activation, group_name)
+    counts = once(lambda: exchange_counts(chosen, ranks, len(weights[0]), capacity, groups))
+    through, *kept = dispatch_experts(tokens, chosen, mix, counts, weights, capacity, activation, groups)
+    return combine_experts(through, tokens, chosen, mix, counts, weights, kept, capacity, activation, groups)
 
 
 @register_flop_formula(torch.ops.titanlite.dispatch_experts)

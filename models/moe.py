@@ -229,7 +229,7 @@ class Router(nn.Module):
 class Exchange(NamedTuple):
     """The ranks that experts are split over, equally and in order, and how many rows a rank receives at a time."""
 
-    group_name: str
+    groups: str  # of `models.all_to_all.hops_of`
     ranks: int
     factor: float  # the limit at a time, relative to the rows of a rank under balanced routing
 
@@ -262,9 +262,9 @@ class Experts(nn.Module):
         matrices = [local_weight(parameter) for parameter in self.parameters()]  # in the order of `Weights`
         mix = weights.float()
         if self.exchange is not None:
-            group, ranks, _ = self.exchange
+            groups, ranks, _ = self.exchange
             capacity = self.exchange.capacity(chosen.numel())
-            return exchanged_experts(tokens, chosen, mix, matrices, ranks, capacity, self.activation, group)
+            return exchanged_experts(tokens, chosen, mix, matrices, ranks, capacity, self.activation, groups)
         own, copies = Weights(*matrices), chosen.shape[1]
         _, order, positions, ends = Pairs.of(chosen, self.n_experts, chosen.numel())
         inverse = positions.flatten()

@@ -183,17 +183,19 @@ FOUR_CHUNKS = {"dp_shard": 4, "ep": 2}, "full", 0.7
     ("cell", "routing"),
     [
         (FOUR_CHUNKS, worst),
+        (({"dp_shard": 4, "ep": 4, "node": 2}, "full", 0.7), balanced),
         pytest.param(FOUR_CHUNKS, balanced, marks=pytest.mark.slow),
         pytest.param(({"dp_shard": 2, "tp": 2, "ep": 4}, "per operation", 1.5), balanced, marks=pytest.mark.slow),
         pytest.param(({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "none", 1.5), balanced, marks=pytest.mark.slow),
     ],
-    ids=["four chunks, worst", "four chunks", "tp, by operation", "replicas"],
+    ids=["four chunks, worst", "two nodes", "four chunks", "tp, by operation", "replicas"],
 )
 def test_a_step_with_split_experts_sends_what_is_predicted(pools, cell, routing):
     """The prediction equals what gloo is given on rank 0, but for how many experts of a token are on one rank: on average."""
     degrees, reduced, factor = cell
-    mesh = {dimension: degree for dimension, degree in degrees.items() if dimension != "ep"}
-    split, several = {"expert_parallel_degree": degrees["ep"]}, {"moe": {"max_tokens_factor": factor}}
+    mesh = {dimension: degree for dimension, degree in degrees.items() if dimension not in ("ep", "node")}
+    node, several = degrees.get("node", 1), {"moe": {"max_tokens_factor": factor}}
+    split = {"expert_parallel_degree": degrees["ep"], "expert_parallel_node_size": node}
     case = Case(mesh, reduced=reduced, name="tests.tiny_moe", parallelism=split, others=several)
     calls, sizes = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for channel, traffic in predict(case.config(), case.ranks, "cpu", routing.__name__).work.traffic.items():
@@ -201,7 +203,7 @@ def test_a_step_with_split_experts_sends_what_is_predicted(pools, cell, routing)
         sizes[channel.kind, channel.ranks] += traffic.size
     function = "tests.distributed.test_communication:step_with_exchange"
     sent = pools[case.ranks].run(function, degrees=degrees, config=case.config(), choose=routing)[0]
-    key = "all-to-all", degrees["ep"]
+    key = "all-to-all", node if node > 1 else degrees["ep"]  # as many nodes as ranks of one
     (found_calls, found), expected = sent.pop(key), sizes.pop(key)
     print(found_calls, calls[key], found / expected)
     assert found_calls == calls.pop(key) and abs(found / expected - 1) < 0.25

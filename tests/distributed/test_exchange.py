@@ -1,6 +1,7 @@
 """The exchange under the worst routing: results and gradients are those of one process, its memory stays within its bound."""
 
 import copy
+import functools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -8,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -52,15 +54,22 @@ def whole_layer(dim: int, hidden: int, routing: str, kind: dict[str, Any]) -> Mo
     return layer
 
 
-def split_layer(whole: MoE, dim: int, hidden: int, factor: float, kind: dict[str, Any]) -> MoE:
-    """One rank's part of the layer in the default group."""
-    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    assert group is not None
+@functools.cache
+def groups_of(nodes: int) -> str:
+    """All ranks as so many nodes, in the words of `hops_of`."""
+    mesh = init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("between", "within"))
+    hops = [mesh["between"], mesh["within"]] if nodes > 1 else [mesh["within"]]
+    return ",".join(each.get_group().group_name for each in hops)
+
+
+def split_layer(whole: MoE, dim: int, hidden: int, factor: float, kind: dict[str, Any], nodes: int) -> MoE:
+    """One rank's part of the layer, which is split over all ranks."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
     size = EXPERTS // ranks
     experts = Experts(size, dim, hidden, **kind)
     for name, parameter in experts.named_parameters():
         parameter.data = getattr(whole.experts, name).detach()[rank * size :][:size].clone()
-    experts.n_experts, experts.exchange = EXPERTS, Exchange(group.group_name, ranks, factor)
+    experts.n_experts, experts.exchange = EXPERTS, Exchange(groups_of(nodes), ranks, factor)
     router = Router(dim, EXPERTS, whole.router.top_k, score="sigmoid", normalised=False, bias=True)
     router.load_state_dict(whole.router.state_dict())
     return MoE(router, experts)
@@ -74,7 +83,9 @@ def results_and_gradients(layer: MoE, x: torch.Tensor, gradients: torch.Tensor) 
     return {"results": results.detach(), "tokens": x.grad, **of_layer}  # type: ignore[dict-item]
 
 
-def differences(routing: str, factor: float, kind: dict[str, Any], dtype: torch.dtype, dim: int = 16) -> dict[str, list[float]]:
+def differences(
+    routing: str, factor: float, kind: dict[str, Any], dtype: torch.dtype, dim: int = 16, nodes: int = 1
+) -> dict[str, list[float]]:
     """The distances of results and gradients in `dtype`, of the split layer and of the unsplit one, from the unsplit one in
     float32.
 
@@ -83,7 +94,7 @@ def differences(routing: str, factor: float, kind: dict[str, Any], dtype: torch.
     hidden, ranks, rank = 12, dist.get_world_size(), dist.get_rank()
     whole = whole_layer(dim, hidden, routing, kind).to(dtype)
     x, gradients = (torch.randn(ranks, TOKENS, dim).to(dtype) for _ in range(2))
-    split = split_layer(whole, dim, hidden, factor, kind)
+    split = split_layer(whole, dim, hidden, factor, kind, nodes)
     of_split = results_and_gradients(split, x[rank : rank + 1], gradients[rank : rank + 1])
     dist.all_reduce(of_split["router.weight"])  # tokens are split; the gradients of experts are complete on their rank
     of_whole = results_and_gradients(whole, x, gradients)
@@ -108,6 +119,14 @@ def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_gradien
             assert {name: split for name, (split, _) in found.items() if not split < 1e-5} == {}
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_tokens_that_are_sent_once_to_each_node_have_the_results_and_gradients_of_one_process(pools, routing):
+    arguments: dict[str, Any] = {"routing": routing, "kind": KINDS["clamped, with biases"], "dtype": torch.float32}
+    for nodes, factor in ((2, 1.5), (4, 0.2)):
+        for found in pools[8].run(f"{HERE}:differences", nodes=nodes, factor=factor, **arguments):
+            assert {name: split for name, (split, _) in found.items() if not split < 1e-5} == {}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [16, 5])  # with 5 features a token is packed with one value more
 def test_in_bfloat16_split_experts_are_as_exact_as_unsplit_ones(pools, kind, dim):
@@ -124,22 +143,28 @@ class Peaks(NamedTuple):
     bounds: tuple[int, ...]
 
 
-def peaks(dim: int, hidden: int, tokens: int, share: float, capacity: int, trained: bool, kind: str = "plain") -> Peaks:
+def peaks(
+    dim: int, hidden: int, tokens: int, share: float, capacity: int, trained: bool, kind: str = "plain", relay: bool = False
+) -> Peaks:
     """Peaks of an exchange in which this share of all rows is for one expert of the first rank, and other rows are spread
-    evenly.
+    evenly. relay: of one on two nodes of two ranks, in which tokens of the first rank of each go to all ranks, and others to
+    both of their node.
 
     The operations' functions are called directly, because dispatch modes do not see inside of operations.
     """
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    assert group is not None
-    experts, kinds = EXPERTS // ranks, KINDS[kind]
+    ranks, rank, nodes = dist.get_world_size(), dist.get_rank(), 2 if relay else 1
+    experts, kinds, groups = EXPERTS // ranks, KINDS[kind], groups_of(nodes)
     # in turn, so that chunks are alike
     chosen = torch.arange(tokens)[:, None] % (EXPERTS - experts) + experts
     chosen[torch.arange(tokens) % 20 < round(20 * share)] = 0
-    x, gradients, mix = torch.randn(tokens, dim), torch.randn(tokens, dim), torch.rand(tokens, 1)
+    if relay:
+        node, number = divmod(rank, ranks // nodes)
+        of_node = torch.arange(EXPERTS // nodes) + node * EXPERTS // nodes
+        chosen = (torch.arange(0, EXPERTS, experts) if number == 0 else of_node).expand(tokens, -1)
+    x, gradients, mix = torch.randn(tokens, dim), torch.randn(tokens, dim), torch.rand(chosen.shape)
     layer = Experts(experts, dim, hidden, **kinds)
     weights, activation = [torch.randn(parameter.shape) for parameter in layer.parameters()], layer.activation
-    counts = exchange_counts(chosen, ranks, experts, capacity, group.group_name)
+    counts = exchange_counts(chosen, ranks, experts, capacity, groups)
     given = {
         "chosen": chosen,
         "counts": counts,
@@ -147,11 +172,12 @@ def peaks(dim: int, hidden: int, tokens: int, share: float, capacity: int, train
         "capacity": capacity,
         "trained": trained,
         "activation": activation,
+        "groups": groups,
     }
-    words = capacity, activation, group.group_name
+    words = capacity, activation, groups
     first, (through, *kept) = allocated(dispatch_experts, x, chosen, mix, counts, weights, *words)
     second, _ = allocated(combine_experts, through, x, chosen, mix, counts, weights, kept, *words)
-    arguments = gradients, x, chosen, mix, counts, weights, kept, capacity, trained, activation, group.group_name
+    arguments = gradients, x, chosen, mix, counts, weights, kept, capacity, trained, activation, groups
     third, _ = allocated(experts_backward, *arguments)
     operations = torch.ops.titanlite
     names = operations.dispatch_experts, operations.combine_experts, operations.experts_backward
@@ -196,6 +222,15 @@ def test_memory_stays_within_a_bound_that_does_not_depend_on_the_routing(pools, 
     assert all(ours > 0.7 * bound for ours, bound in zip(*found[0], strict=True)), "not far below"
 
 
+@pytest.mark.parametrize(("dim", "hidden"), [(64, 16), (32, 96)])
+def test_memory_of_a_relay_stays_within_the_bound(pools, dim, hidden):
+    """The first rank of each node forwards as many tokens as it computes rows: four times its own, in eight chunks or more."""
+    arguments: dict[str, Any] = {"dim": dim, "hidden": hidden, "tokens": 800, "capacity": 800, "share": 0.0}
+    for peaks in pools[4].run(f"{HERE}:peaks", trained=True, relay=True, **arguments):
+        print(*(f"{ours:,} of {bound:,} ({ours / bound:.2f})" for ours, bound in zip(*peaks, strict=True)))
+        assert all(0.3 * bound < ours <= bound for ours, bound in zip(*peaks, strict=True))
+
+
 # ------------------------------------------------------------------------------------------------------------ a whole step
 
 
@@ -204,14 +239,14 @@ class Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Any, chosen: Any, mix: Any, ranks: int, capacity: int, *others: Any) -> Any:
-        activation, group_name, *weights = others
-        counts = exchange_counts(chosen, ranks, len(weights[0]), capacity, group_name)
+        activation, groups, *weights = others
+        counts = exchange_counts(chosen, ranks, len(weights[0]), capacity, groups)
         given = tokens, chosen, mix, counts, weights
-        through, *kept = dispatch_experts._init_fn(*given, capacity, activation, group_name)
-        ctx.words = capacity, True, activation, group_name
+        through, *kept = dispatch_experts._init_fn(*given, capacity, activation, groups)
+        ctx.words = capacity, True, activation, groups
         ctx.save_for_backward(tokens, chosen, mix, counts, *kept, *weights)
         ctx.of_weights = len(weights)
-        return combine_experts._init_fn(through, *given, kept, capacity, activation, group_name)
+        return combine_experts._init_fn(through, *given, kept, capacity, activation, groups)
 
     @staticmethod
     def backward(ctx: Any, gradients: torch.Tensor) -> Any:

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 
 from models.moe import experts_of
-from tests.distributed.mixtures import assert_as_on_one_process, config_of_cell
-from tests.distributed.scenarios import degrees_of, mesh_of, trajectory
+from tests.distributed.mixtures import COMPILED, assert_as_on_one_process, config_of_cell
+from tests.distributed.scenarios import MODES, degrees_of, mesh_of, trajectory
 from titanlite.config.schema import Config
 from titanlite.parallel import fsdp
 from titanlite.parallel.expert import apply_expert_parallel
@@ -40,6 +40,15 @@ def test_dispatching_in_several_chunks_changes_nothing(pools):
     mesh = "shard 2, ep 2"
     config = config_of_cell("plain", degrees_of(mesh), "plain", moe=SEVERAL_ROUNDS)
     assert_as_on_one_process(pools, "plain", mesh, config)
+
+
+def test_tokens_that_are_sent_once_to_each_node_change_nothing(pools):
+    """Two nodes of two ranks, in several chunks, of which the backward pass recomputes some, in a compiled block."""
+    mesh, nodes = "shard 4, ep 4", {"expert_parallel_node_size": 2}
+    reduced = {"compile": COMPILED, "activation_checkpoint": MODES["full"]}
+    config = config_of_cell("gpt_oss", degrees_of(mesh), "plain", moe=SEVERAL_ROUNDS, parallelism=nodes, **reduced)
+    assert config.parallelism.expert_parallel_degree == 4
+    assert_as_on_one_process(pools, "gpt_oss", mesh, config)
 
 
 def ties_of_split_experts(degrees: dict[str, int], config: Config) -> list[bool]:

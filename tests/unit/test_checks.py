@@ -38,6 +38,7 @@ SNAPSHOT, SNAPSHOTS = "profiling.enable_memory_snapshot", "profiling.save_memory
 RESHARD, CHUNKS = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.sequence_chunks"
 AC, BLOCKS = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 LAST, EP = "parallelism.reduce_every_microbatch", "parallelism.expert_parallel_degree"
+NODE = "parallelism.expert_parallel_node_size"
 MIXTURE = {"model.name": "tests.tiny_moe", "model.flavor": "plain", "model.hf_assets_path": "fits"}  # 8 experts
 COMPILE, PARTS, BACKEND = "compile.enable", "compile.components", "compile.backend"
 PRECISION, FUSED = "training.mixed_precision_param", "optimizer.implementation"
@@ -108,6 +109,8 @@ CASES = [
     (1, {AC: "full", CHUNKS: 33, "training.seq_len": 32}, [f"{CHUNKS} = 33", "training.seq_len = 32 tokens"], {CHUNKS: 32}),
     (4, MIXTURE | {EP: 8}, [f"{EP} = 8", "tensor_parallel_degree = 4 x 1 x 1 = 4"], {EP: 4}),
     (3, MIXTURE | {EP: 3}, [f"{EP} = 3: tests.tiny_moe plain has 8 experts, which 3 does not divide"], {EP: 1}),
+    (4, MIXTURE | {EP: 4, NODE: 3}, [f"{NODE} = 3", f"{EP} = 4 must be a multiple above it"], {NODE: 2}),
+    (4, MIXTURE | {EP: 4, NODE: 4}, [f"{NODE} = 4"], {NODE: 1}),
     (2, {EP: 2}, [f"{EP} = 2: llama3 debug has no Experts of models/moe.py; set it to 1"], {EP: 1}),
     (4, MIXTURE | {EP: 2, RESHARD: 2}, [f"{RESHARD} = 2", f"{EP} = 2 shards some", '"always" or'], {RESHARD: "always"}),
     (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),

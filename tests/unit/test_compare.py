@@ -73,6 +73,12 @@ def test_another_mesh_keeps_the_global_batch():
     assert (alone.training.local_batch_size, alone.parallelism.reduce_every_microbatch) == (4, False)
 
 
+@pytest.mark.parametrize(("ranks", "node"), [(8, 4), (4, 1), (6, 1), (1, 1)])
+def test_another_mesh_keeps_the_size_of_a_node_where_experts_are_on_several(ranks, node):
+    config = Config.model_validate({"parallelism": {"expert_parallel_degree": 16, "expert_parallel_node_size": 4}})
+    assert on_mesh(config, {"dp_shard": ranks, "ep": ranks}, 24).parallelism.expert_parallel_node_size == node
+
+
 @pytest.mark.parametrize(("stages", "local"), [(1, 2), (2, 2), (3, 2), (4, 1), (6, 1)])
 def test_a_pipeline_keeps_the_local_batch_unless_it_needs_more_microbatches(stages, local):
     config = Config.model_validate({"training": {"local_batch_size": 2}})  # three microbatches

@@ -4,12 +4,14 @@ receives more than fits.
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from models.all_to_all import Chunk, Layout, Pairs, _per_part, chunks, pack, receivers_of, unpack
+from models.all_to_all import Chunk, Hop, Layout, Pairs, chunks, pack, unpack
 
 ROUTINGS = ("random", "one expert", "one rank of many", "last experts", "one token differs", "by halves")
 
@@ -34,18 +36,60 @@ def chosen_of(routing: str, layout: Layout, generator: torch.Generator) -> Tenso
     return scores.topk(layout.copies).indices
 
 
+def hops_at(rank: int, layout: Layout) -> list[Hop]:
+    """The hops of a token that comes through this rank, without groups."""
+    within = layout.ranks // layout.nodes
+    if layout.nodes == 1:
+        return [Hop(None, layout.ranks, 0, layout.experts)]
+    of_node = within * layout.experts
+    return [Hop(None, layout.nodes, 0, of_node), Hop(None, within, rank // within * of_node, layout.experts)]
+
+
+def members(rank: int, hop: int, layout: Layout) -> list[int]:
+    """The ranks that this one sends to in a hop."""
+    within = layout.ranks // layout.nodes
+    if layout.nodes == 1:
+        return list(range(layout.ranks))
+    first = rank // within * within
+    return list(range(first, first + within)) if hop else list(range(rank % within, layout.ranks, within))
+
+
 def counts_of(chosen: Tensor, layout: Layout) -> list[Tensor]:
     """What `exchange_counts` returns on each rank."""
-    sent = torch.stack([_per_part(receivers_of(of_rank, layout), layout) for of_rank in chosen])  # (senders, receivers, parts)
-    rows = torch.stack([_per_part(of_rank // layout.experts, layout) for of_rank in chosen]).sum(0)
-    return [torch.stack((sent[rank], sent[:, rank], rows)) for rank in range(layout.ranks)]
+    ranks, hops, shape = range(layout.ranks), len(hops_at(0, layout)), (layout.nodes, layout.ranks // layout.nodes)
+
+    def per_part(numbers: Tensor) -> Tensor:  # (ranks, tokens, n) -> (ranks, n, parts)
+        missing = layout.parts * layout.part - layout.tokens
+        return F.pad(numbers, (0, 0, 0, missing)).unflatten(1, (layout.parts, -1)).sum(2).mT
+
+    rows = F.one_hot(chosen // layout.experts, layout.ranks).sum(2)  # (ranks, tokens, ranks)
+    goes = rows.clamp(max=1)
+    sent, load = [per_part(goes)], [per_part(rows).sum(0)]
+    if hops > 1:
+        of_relays = per_part(goes).unflatten(0, shape).sum(0)  # from all senders with a number, (numbers, ranks, parts)
+        to_nodes = per_part(goes.unflatten(2, shape).amax(3))  # (ranks, nodes, parts)
+        sent = [torch.zeros_like(sent[0]), torch.zeros_like(sent[0])]
+        for rank in ranks:
+            sent[0][rank, members(rank, 0, layout)] = to_nodes[rank]
+            sent[1][rank, members(rank, 1, layout)] = of_relays[rank % shape[1], members(rank, 1, layout)]
+        load.insert(0, sent[1].sum(1))
+
+    def table(rank: int) -> Iterator[Tensor]:
+        for hop in range(hops):
+            others = members(rank, hop, layout)
+            for each in (sent[hop][rank, others], sent[hop][others, rank]):
+                yield F.pad(each, (0, 0, 0, layout.ranks - len(others)))
+            yield load[hop]
+
+    return [torch.stack([*table(rank)]) for rank in ranks]
 
 
 def layouts() -> list[Layout]:
-    sizes = itertools.product((1, 2, 5), (1, 4), (1, 30), (1, 3), (0.01, 0.5, 1.5, 9.0))
+    meshes = [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (6, 3)]
+    sizes = itertools.product(meshes, (1, 4), (1, 30), (1, 3), (0.01, 0.5, 1.5, 9.0))
     return [
-        Layout(ranks, experts, tokens, copies, max(1, int(factor * tokens * copies)))
-        for ranks, experts, tokens, copies, factor in sizes
+        Layout(ranks, experts, tokens, copies, max(1, int(factor * tokens * copies)), nodes)
+        for (ranks, nodes), experts, tokens, copies, factor in sizes
         if copies <= ranks * experts
     ]
 
@@ -66,23 +110,30 @@ def test_each_expert_of_a_token_is_computed_once_and_no_rank_receives_more_than_
         )
         assert computed == expected, (routing, layout)
         for own in of_ranks:
-            assert sum(sum(each.receives) for each in own[: layout.kept_chunks]) <= layout.kept_tokens
+            assert sum(each.received for each in own[: layout.kept_chunks]) <= layout.kept_tokens
+            assert sum(each.relayed for each in own[: layout.kept_chunks]) <= layout.kept_relayed
 
 
 def check_chunk(layout: Layout, chosen: Tensor, of_ranks: tuple[Chunk, ...]) -> list[tuple[int, int, int]]:
     """Follows one chunk -> (sender, token, expert) of all rows that are computed in it."""
-    arrived: list[list[tuple[int, int]]] = [[] for _ in of_ranks]  # (sender, token)
-    for sender, this in enumerate(of_ranks):
-        receivers = receivers_of(chosen[sender, this.first : this.last], layout)
-        tokens = (Pairs.of(receivers, layout.ranks, sum(this.sends)).tokens + this.first).tolist()
-        for receiver, sends in enumerate(this.sends):
-            part, tokens = tokens[:sends], tokens[sends:]
-            assert part == sorted(set(part)), "no token goes to a rank twice"
-            assert sends == of_ranks[receiver].receives[sender]
-            arrived[receiver] += [(sender, token) for token in part]
-        assert not tokens
+    held = [[(sender, token) for token in range(this.first, this.last)] for sender, this in enumerate(of_ranks)]
+    for number in range(len(of_ranks[0].hops)):
+        arrived: list[list[tuple[int, int]]] = [[] for _ in of_ranks]
+        for rank, (this, here) in enumerate(zip(of_ranks, held, strict=True)):
+            hop, sends = hops_at(rank, layout)[number], this.hops[number].sends
+            numbers = torch.stack([chosen[pair] for pair in here]) if here else chosen[0, :0]
+            assert number == 0 or sum(sends) <= layout.room, "a relay forwards no more than fits"
+            tokens = [here[each] for each in Pairs.of(hop.of(numbers), hop.receivers, sum(sends)).tokens]
+            for receiver, size in zip(members(rank, number, layout), sends, strict=True):
+                part, tokens = tokens[:size], tokens[size:]
+                assert len(set(part)) == size, "no token goes to a rank twice"
+                place = members(receiver, number, layout).index(rank)
+                assert size == of_ranks[receiver].hops[number].receives[place]
+                arrived[receiver] += part
+            assert not tokens
+        held = arrived
     computed = []
-    for rank, (this, pairs) in enumerate(zip(of_ranks, arrived, strict=True)):
+    for rank, (this, pairs) in enumerate(zip(of_ranks, held, strict=True)):
         assert this.rows <= layout.room
         numbers = torch.stack([chosen[pair] for pair in pairs]) if pairs else chosen[0, :0]
         own = numbers - rank * layout.experts

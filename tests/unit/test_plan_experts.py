@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from models.all_to_all import Layout, _per_part, chunks, receivers_of
+from models.all_to_all import Layout, chunks
 from tests.repetitions import slow_but
 from tests.tiny_moe import FLAVORS
 from tests.traffic_cases import Case
+from tests.unit.test_exchange import counts_of
 from titanlite.plan import experts
-from titanlite.plan.experts import Load, Routing, on_rank_0
+from titanlite.plan.experts import Load, Passed, Routing, on_rank_0
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Traffic
 
@@ -73,28 +74,30 @@ def test_with_the_worst_routing_rank_0_computes_the_rows_of_all_ranks_for_any_ro
     assert worst.memory == balanced.memory
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(("routing", "factor", "copies"), [("balanced", 2.0, 3), ("balanced", 0.9, 6), ("worst", 0.9, 3)])
-def test_loads_are_on_average_those_of_tokens_that_choose_at_random(routing, factor, copies):
+def test_loads_are_on_average_those_of_tokens_that_choose_at_random(routing, factor, copies, nodes):
     """With the worst routing, a token has the 4 experts of rank 0 before any other."""
     ranks, experts, tokens = 4, 4, 3000
-    layout = Layout(ranks, experts, tokens, copies, int(factor * tokens * copies))
+    layout = Layout(ranks, experts, tokens, copies, int(factor * tokens * copies), nodes)
     scores = torch.rand(ranks, tokens, ranks * experts, generator=torch.Generator().manual_seed(0))
     scores[..., :experts] += routing == "worst"
-    expected = of_each_rank(scores.topk(copies).indices, layout)[0]
+    expected = of_rank_0(scores.topk(copies).indices, layout)
     found, later = on_rank_0(routing, layout)
     print(found, later, expected)
     assert found.chunks == expected.chunks and later.chunks == max(0, found.chunks - 2)
-    for ours, theirs in zip(found[1:], expected[1:], strict=True):
-        assert ours == pytest.approx(theirs, rel=0.05)
+    assert found.rows == pytest.approx(expected.rows, rel=0.05) and len(found.hops) == nodes
+    for ours, theirs in zip(found.hops, expected.hops, strict=True):
+        assert tuple(ours) == pytest.approx(tuple(theirs), rel=0.05)
 
 
-def of_each_rank(chosen: torch.Tensor, layout: Layout) -> list[Load]:
-    sent = torch.stack([_per_part(receivers_of(of_rank, layout), layout) for of_rank in chosen])  # (senders, receivers, parts)
-    rows = torch.stack([_per_part(of_rank // layout.experts, layout) for of_rank in chosen]).sum(0)
-    found = []
-    for rank in range(layout.ranks):
-        of_rank = chunks(torch.stack((sent[rank], sent[:, rank], rows)), layout, rank)
-        sends, receives = sum(sum(each.sends) for each in of_rank), sum(sum(each.receives) for each in of_rank)
-        stay = sum(each.sends[rank] for each in of_rank)
-        found.append(Load(len(of_rank), sends, stay, receives, sum(each.rows for each in of_rank)))
-    return found
+def of_rank_0(chosen: torch.Tensor, layout: Layout) -> Load:
+    found = chunks(counts_of(chosen, layout)[0], layout, 0)
+    every = zip(*(chunk.hops for chunk in found), strict=True)  # the chunks of each hop
+    hops = tuple(
+        Passed(
+            sum(sum(each.sends) for each in hop), sum(each.sends[0] for each in hop), sum(sum(each.receives) for each in hop)
+        )
+        for hop in every
+    )
+    return Load(len(found), sum(each.rows for each in found), hops)

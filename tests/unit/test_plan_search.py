@@ -14,7 +14,7 @@ from titanlite.config.read import Faults, read_config
 from titanlite.ground.errors import UserError
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
 from titanlite.plan.report import RESERVE
-from titanlite.plan.search import candidates, choices
+from titanlite.plan.search import NODE_SIZE, candidates, choices, keys_of
 from titanlite.plan.shape import ExpertShape, Shape
 from titanlite.plan.time import Choice, Job, all_to_all, forward, memory, step
 from titanlite.plan.timeline import events
@@ -55,6 +55,11 @@ FAULTS = {
     "cp without need": (OF_8B, ALL_SHARDS, {"dp_shard": 1, "cp": 8}),
     "tp without need": (OF_8B, ALL_SHARDS, {"dp_shard": 1, "tp": 8}),
     "ep over nodes": (OF_EXPERTS, EXPERTS, {"ep": 32}),
+    "each token to each rank of a slow network": (
+        slow_network(OF_EXPERTS),
+        EXPERTS._replace(ep=32, ep_node=8),
+        {"ep_node": 1},
+    ),
     "replicas that do not fit": (OF_8B, ALL_SHARDS, {"dp_shard": 1, "dp_replicate": 8}),
 }
 
@@ -73,15 +78,19 @@ def test_where_collectives_run_once_a_step_more_microbatches_wait_for_none():
     assert step(one, ALL_SHARDS).fsdp == step(four, ALL_SHARDS).fsdp < step(four._replace(once=False), ALL_SHARDS).fsdp
 
 
-def test_a_token_goes_once_to_a_rank_that_has_several_of_its_experts():
-    """Counted over all choices of 2 of 8 experts, on 4 ranks."""
-    chosen = [len({expert // 2 for expert in each}) for each in itertools.combinations(range(8), 2)]
+def test_a_token_goes_once_to_a_rank_or_first_to_a_node_that_has_several_of_its_experts():
+    """Counted over all choices of 2 of 8 experts, on 4 ranks, of which 2 are a node."""
+    of_ranks, of_nodes = (
+        sum(len({expert // size for expert in each}) for each in itertools.combinations(range(8), 2)) / 28 for size in (2, 4)
+    )
     layer = next(layer for layer, _ in OF_EXPERTS.shape.layers if layer.experts)
     few = layer._replace(experts=ExpertShape(8, 2, 768))
     mesh = Choice(dp_shard=4, ep=4)
     size = 2 * OF_EXPERTS.seq_len * OF_EXPERTS.shape.dim  # of the hidden states of all tokens
-    expected = 2 * all_to_all(OF_EXPERTS, 4, size * sum(chosen) / len(chosen))
-    assert forward(OF_EXPERTS, few, mesh).ep == pytest.approx(expected)
+    assert forward(OF_EXPERTS, few, mesh).ep == pytest.approx(2 * all_to_all(OF_EXPERTS, 4, size * of_ranks))
+    job = OF_EXPERTS._replace(node=2)
+    between, within = all_to_all(job, 2, size * of_nodes, stride=2), all_to_all(job, 2, size * of_ranks)
+    assert between > within and forward(job, few, mesh._replace(ep_node=2)).ep == pytest.approx(2 * (between + within))
 
 
 def test_candidates_divide_the_ranks_and_fit_and_are_sorted():
@@ -97,6 +106,8 @@ def test_candidates_divide_the_ranks_and_fit_and_are_sorted():
 def test_experts_are_split_only_where_they_are_divisible():
     degrees = {each.ep for each in choices(OF_EXPERTS, 32)}
     assert {1, 2, 32} <= degrees and {each.ep for each in choices(JOB, 64)} == {1}
+    assert {(each.ep, each.ep_node) for each in choices(OF_EXPERTS, 16)} == {*((ep, 1) for ep in (1, 2, 4, 8, 16)), (16, 8)}
+    assert keys_of(EXPERTS._replace(ep=16, ep_node=8))[NODE_SIZE] == 8 and NODE_SIZE not in keys_of(GOOD)
 
 
 @pytest.mark.parametrize(

@@ -208,12 +208,13 @@ class Parallelism(Section):
     values and the result exchange the sequence for heads, whose numbers the degree must divide. "gather" sends less while the
     degree is smaller than 1 + heads / key-value heads."""
     expert_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
-    """Ranks over which the experts of an MoE layer are split, and to which their tokens are dispatched. It is not another
-    dimension of the mesh: it divides data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree. Ranks with
-    the same experts shard their parameters."""
+    """Ranks over which the experts of an MoE layer are split, and to which their tokens are dispatched. It divides the
+    product of shard, context and tensor degree, and adds no ranks: those with the same experts shard their parameters."""
+    expert_parallel_node_size: Annotated[bounds.Count, _WITH_EXPERTS] = 1
+    """Above 1: adjacent ranks of the experts that share a fast network, such as the 8 GPUs of a node. A token is then sent once
+    to each node that has experts for it, instead of once to each rank, and forwarded there. It divides the degree."""
     pipeline_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
-    """Ranks over which the blocks are cut into stages, which send hidden states to each other. The microbatches of a step are
-    those of accumulation: global_batch_size / (local_batch_size x data-parallel ranks)."""
+    """Ranks over which the blocks are cut into stages. Microbatches: global_batch_size / (local_batch_size x data ranks)."""
     pipeline_parallel_schedule: Annotated[Schedules, _WITH_PIPELINE] = "1F1B"
     """The order in which stages run microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
     two or more, which makes the pipeline bubble shorter (docs/guides/parallelism.md)."""
@@ -226,13 +227,12 @@ class Parallelism(Section):
     "never": kept for the backward pass (shard-grad-op, ZeRO-2). A number N: resharded over N ranks, so that the second gather
     stays among them; N divides the shard degree."""
     fsdp_prefetch: Annotated[int, Field(ge=1, le=1024), _WITH_FSDP] = 1
-    """How many blocks ahead parameters are gathered, in the forward and in the backward pass. The default of FSDP2 is 1;
-    each additional block costs memory for its parameters and hides more of a slow network."""
+    """How many blocks ahead parameters are gathered, forward and backward. Each costs memory, and hides more of the network."""
     reduce_every_microbatch: Annotated[bool, EffectiveWhen(_WITHOUT_PIPELINE, ACCUMULATION)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
-    saves communication under accumulation; until then every rank keeps the whole model's gradients in mixed_precision_reduce.
-    Replicas are all-reduced once a step; with true after every microbatch for the weight of a tied embedding and head, and for
-    all gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces once a step."""
+    sends less; until then every rank keeps the whole model's gradients in mixed_precision_reduce. Replicas are all-reduced once
+    a step; with true after every microbatch for the weight of a tied embedding and head, and for all gradients if
+    mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces once a step."""
     enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
     """Overlap the collectives of tensor parallelism with the adjacent matmuls, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable. With float8, only reduce-scatters overlap."""

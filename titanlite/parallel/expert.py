@@ -29,7 +29,12 @@ def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> D
     every = flatten(mesh[WITHIN_A_REPLICA], "within_a_replica")
     apart = unflatten(every, (every.size() // degree, degree), ("expert_shard", "ep"))
     split, shards, replicated = apart["ep"], apart["expert_shard"], mesh["dp_replicate"].size() > 1
-    exchange = Exchange(split.get_group().group_name, degree, config.moe.max_tokens_factor)
+    groups = [split]
+    if (node := config.parallelism.expert_parallel_node_size) > 1:
+        hops = unflatten(split, (degree // node, node), ("between_nodes", "within_a_node"))
+        groups = [hops["between_nodes"], hops["within_a_node"]]
+    names = ",".join(each.get_group().group_name for each in groups)
+    exchange = Exchange(names, degree, config.moe.max_tokens_factor)
     with keeping_ties(model):
         for module in experts_of(model):
             module.exchange = exchange
@@ -37,6 +42,11 @@ def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> D
                 part = nn.Parameter(distribute_tensor(parameter, split, [Shard(0)]), requires_grad=parameter.requires_grad)
                 module.register_parameter(name, part)
     return concatenate([mesh["dp_replicate"], shards]) if replicated else shards
+
+
+def fit(degree: int, node: int) -> bool:
+    """Whether so many ranks of experts are several whole nodes of `node` ranks; 1: no nodes are told apart."""
+    return node == 1 or (degree > node and degree % node == 0)
 
 
 def unsplittable(model: nn.Module, degree: int) -> str:
@@ -53,7 +63,9 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
     degree, reshard = config.parallelism.expert_parallel_degree, config.parallelism.fsdp_reshard_after_forward
     if degree == 1:
         return
-    key = f"parallelism.expert_parallel_degree = {degree}"
+    key, node = f"parallelism.expert_parallel_degree = {degree}", config.parallelism.expert_parallel_node_size
+    if not fit(degree, node):
+        yield f"parallelism.expert_parallel_node_size = {node}: {key} must be a multiple above it; otherwise set it to 1"
     if reason := unsplittable(model, degree):
         yield f"{key}: {config.model.title} has {reason}; set it to 1"
     if isinstance(reshard, int):

@@ -76,6 +76,7 @@ def choice_of(config: Config, ranks: int) -> Choice:
         stages=STAGES_OF_A_RANK[cfg.pipeline_parallel_schedule] if degrees["pp"] > 1 else 1,
         microbatch=config.training.local_batch_size,
         recompute=mode,
+        ep_node=cfg.expert_parallel_node_size,
     )
 
 

@@ -111,8 +111,8 @@ class Recorder(TorchDispatchMode):
                 self._labels.pop()
         elif messages := experts.messages(operation, given, self._routing):
             self._flops += experts.flops(operation, given, self._routing)
-            for what, calls, size, sent in messages:
-                self._add(group, what, "all-to-all", Traffic(calls, size, sent))
+            for what, group_name, calls, size, sent in messages:
+                self._add(group_name, what, "all-to-all", Traffic(calls, size, sent))
         elif formula := _FORMULAS.get(packet(operation)) or flop_registry.get(packet(operation)):
             self._flops += formula(*args, **kwargs, out_val=result)
         elif group is not None:

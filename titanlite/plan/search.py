@@ -60,7 +60,10 @@ def choices(job: Job, ranks: int) -> Iterator[Choice]:
             shards = data // replicas * cp * tp
             for ep in _divisors(shards) if experts else [1]:
                 if not any(number % ep for number in experts):
-                    yield from _passes(job, Choice(pp, replicas, data // replicas, cp, tp, ep))
+                    mesh = Choice(pp, replicas, data // replicas, cp, tp, ep)
+                    yield from _passes(job, mesh)
+                    if 1 < job.node < ep and ep % job.node == 0:
+                        yield from _passes(job, mesh._replace(ep_node=job.node))
 
 
 def _splits(job: Job, tp: int, cp: int) -> bool:
@@ -84,25 +87,34 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
+NODE_SIZE = "parallelism.expert_parallel_node_size"
 CHOSEN = (
     *(f"parallelism.{DEGREES[name]}" for name in Choice._fields[:6]),
     *("training.local_batch_size", "activation_checkpoint.mode", "parallelism.pipeline_parallel_schedule"),
+    NODE_SIZE,
 )
 
 
 def keys_of(choice: Choice) -> dict[str, Any]:
-    """The keys that a choice sets; the schedule only where there is a pipeline."""
-    values = (*choice[:6], choice.microbatch, choice.recompute, SCHEDULES[choice.stages])
-    return dict(list(zip(CHOSEN, values, strict=True))[: len(CHOSEN) - (choice.pp == 1)])
+    """The keys that a choice sets; the schedule only with a pipeline, the size of a node only with split experts."""
+    values = (*choice[:6], choice.microbatch, choice.recompute, SCHEDULES[choice.stages], choice.ep_node)
+    without = {CHOSEN[-2]: choice.pp == 1, NODE_SIZE: choice.ep == 1}
+    return {key: value for key, value in zip(CHOSEN, values, strict=True) if not without.get(key, False)}
 
 
 def name_of(choice: Choice) -> str:
     """Such as "dp_shard 8 x tp 8, microbatch 2, recompute full"."""
     degrees = zip(("pp", "dp_replicate", "dp_shard", "cp", "tp"), choice[:5], strict=True)
     mesh = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "1 rank"
-    parts = [mesh, *([f"ep {choice.ep}"] if choice.ep > 1 else []), f"microbatch {choice.microbatch}"]
+    parts = [mesh, *_experts(choice), f"microbatch {choice.microbatch}"]
     schedule = [SCHEDULES[choice.stages]] if choice.pp > 1 else []
     return ", ".join([*parts, *schedule, f"recompute {choice.recompute}"])
+
+
+def _experts(choice: Choice) -> list[str]:
+    if choice.ep == 1:
+        return []
+    return [f"ep {choice.ep}" + (f" by nodes of {choice.ep_node}" if choice.ep_node > 1 else "")]
 
 
 def why(candidate: Candidate) -> str:

@@ -14,7 +14,7 @@ from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Positive, read_toml, validated
 from titanlite.plan.report import GIB, RESERVE
-from titanlite.plan.shape import Layer, Shape
+from titanlite.plan.shape import ExpertShape, Layer, Shape
 
 Rate = Annotated[float, Field(gt=0, le=1e9)]
 RateOrNone = Annotated[float, Field(ge=0, le=1e9)]
@@ -110,6 +110,7 @@ class Choice(NamedTuple):
     stages: int = 1
     microbatch: int = 1
     recompute: str = "none"  # "selective" or "full"
+    ep_node: int = 1  # ranks of a node, to which a token is sent once (parallelism.expert_parallel_node_size)
 
     @property
     def replicas(self) -> int:
@@ -180,11 +181,11 @@ def ring(job: Job, ranks: int, stride: int, size: float) -> float:
     return size * (ranks - 1) / ranks / bandwidth + latency
 
 
-def all_to_all(job: Job, ranks: int, size: float) -> float:
-    """Seconds in which a rank sends `size` bytes, in equal parts, to `ranks` ranks that are next to each other."""
+def all_to_all(job: Job, ranks: int, size: float, stride: int = 1) -> float:
+    """Seconds in which a rank sends `size` bytes, in equal parts, to `ranks` ranks. stride: between their numbers."""
     if ranks == 1:
         return 0.0
-    together = min(ranks, job.node)
+    together = max(1, min(ranks, job.node // stride))
     device, away = job.device, ranks - together
     inside = size * (together - 1) / ranks / (device.nvlink_gb_per_second * LINK * 1e9) if together > 1 else 0.0
     outside = size * away / ranks / (device.network_gb_per_second * LINK * 1e9) if away else 0.0
@@ -210,6 +211,12 @@ class Pass(NamedTuple):
     tp: float
     cp: float
     ep: float
+
+
+def reached(experts: ExpertShape, parts: int) -> float:
+    """Of `parts` equal parts of the experts, those that have some of a token's, on average over balanced routing."""
+    without = math.comb(experts.number - experts.number // parts, experts.top_k) / math.comb(experts.number, experts.top_k)
+    return parts * (1 - without)
 
 
 def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
@@ -238,10 +245,12 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
         local = experts.number // choice.ep
         seconds += 3 * matmul(job, copies / local, experts.hidden, shape.dim, local) / _EXPERTS
         values += copies * (3 * shape.dim + 3 * experts.hidden)
-        # a token goes to each rank once that has one of its experts or several, on average over balanced routing
-        without = math.comb(experts.number - local, experts.top_k) / math.comb(experts.number, experts.top_k)
-        reached = choice.ep * (1 - without)
-        exchanged = 2 * all_to_all(job, choice.ep, job.item * own * reached * shape.dim)
+        nodes, within = choice.ep // choice.ep_node, choice.ep_node
+        of_ranks, of_nodes = (job.item * own * shape.dim * reached(experts, number) for number in (choice.ep, nodes))
+        if within == 1:
+            exchanged = 2 * all_to_all(job, choice.ep, of_ranks)
+        else:
+            exchanged = 2 * (all_to_all(job, nodes, of_nodes, within) + all_to_all(job, within, of_ranks))
     elementwise = job.item * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else _UNFUSED)
     if job.device.cpu_ranks:
         elementwise += _CALLS * job.device.launch_microseconds * 1e-6

@@ -115,6 +115,8 @@ def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Confi
     if share % local or share // local < stages:  # a pipeline needs as many microbatches as ranks
         local = max(1, math.gcd(local, share // stages))
     parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
+    if not expert.fit(degrees.get("ep", 1), config.parallelism.expert_parallel_node_size):
+        parallelism["expert_parallel_node_size"] = 1
     split = replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
     return split.settled(Hardware(ranks=ranks_of(degrees)))  # what has no effect on one mesh may have one on another
 
