@@ -238,9 +238,7 @@ def dispatch_experts(
     """Dispatches the tokens of the first two chunks, and computes the first two matmuls of their experts.
 
     tokens: (tokens, dim); chosen: (tokens, copies) int64; mix: the same shape, float32, the weights of the experts' results.
-    counts: of `exchange_counts`. weights: `Weights` of this rank's experts. activation: of ACTIVATIONS.
-
-    groups: of `hops_of`.
+    counts: of `exchange_counts`. weights: `Weights` of this rank's experts. activation: of ACTIVATIONS. groups: of `hops_of`.
 
     -> what `combine_experts` takes as `through`, (tokens, dim), without values. For the backward pass: what has arrived,
     packed, the experts of tokens that this rank forwards, and both matmuls of each chunk, (room + 1, hidden). The ends of

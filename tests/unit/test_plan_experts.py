@@ -48,6 +48,23 @@ def test_a_step_dispatches_tokens_and_combines_sums_and_does_the_same_with_gradi
     }
 
 
+def test_with_nodes_a_step_sends_once_to_each_node_and_from_there_to_its_ranks():
+    """Two nodes of two ranks, each with 64 tokens, of which 3 of 14 have no expert on a node, and 15 of 28 none on a rank."""
+    nodes = case({"dp_shard": 4, "ep": 4}, expert_parallel_node_size=2)._replace(accumulation=1)
+    found, part = exchanged(predicted(nodes)), 8 * 8  # bytes of a count for each of 8 parts
+    of_node, of_rank = round(64 * 2 * 11 / 14), round(2 * 64 * 2 * 13 / 28)
+    away = of_node - round(64 * 11 / 14)
+    # for a node: its tokens, and the tokens and rows of its ranks; then what 4 ranks forward and compute
+    counts = LAYERS * part * (2 * (1 + 4) + 4 * 2), LAYERS * part * (2 * 2 + 2 * 2)
+    assert [found[f"counts {where}"] for where in ("between nodes", "within a node")] == [
+        (2 * LAYERS, size, size // 2) for size in counts
+    ]
+    assert found["tokens between nodes"] == (2 * LAYERS, LAYERS * of_node * PACKED, LAYERS * away * PACKED)
+    assert found["sums within a node"] == (2 * LAYERS, LAYERS * of_rank * ROW, LAYERS * of_rank * ROW // 2)
+    kinds = [name.removesuffix(" between nodes") for name in found if name.endswith(" between nodes")]
+    assert sorted(kinds) == ["counts", "gradients of sums", "gradients of tokens", "sums", "tokens"]
+
+
 @pytest.mark.parametrize("reduced", slow_but(["none"], ["none", "full"]))
 def test_memory_has_room_for_any_routing(monkeypatch, reduced):
     """One of two layers runs at a time, and its exchange is the peak or near it."""
