@@ -138,13 +138,13 @@ def logsumexp_and_target(logits: Tensor, column: Tensor, softcap: float | None) 
 
 def to_gradient(logits: Tensor, logsumexp: Tensor, factor: Tensor, softcap: float | None) -> None:
     """Overwrites logits x (chunk, rows) with the gradient of factor x logsumexp; logsumexp and factor are (chunk,)."""
-    if softcap is None:
-        gradient = logits.to(torch.float32, copy=True).sub_(logsumexp[:, None]).exp_().mul_(factor[:, None])
-    else:
-        capped = _capped(logits.to(torch.float32, copy=True), softcap)
-        of_cap = 1 - (capped / softcap).square_()
-        gradient = capped.sub_(logsumexp[:, None]).exp_().mul_(factor[:, None]).mul_(of_cap)
-    logits.copy_(gradient)
+    gradient = _capped(logits.float(), softcap)  # no copy of float32: the logits themselves
+    of_cap = None if softcap is None else 1 - (gradient / softcap).square_()
+    gradient.sub_(logsumexp[:, None]).exp_().mul_(factor[:, None])
+    if of_cap is not None:
+        gradient.mul_(of_cap)
+    if gradient is not logits:
+        logits.copy_(gradient)
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
