@@ -49,7 +49,7 @@ def main() -> None:
             print(f"| {name} | {ranks} | {reduced} | {numbers} |")
     print()
     print(
-        "| model | EP | nodes, of these a token may go to | recomputation | KiB between nodes | once to each | inside | once to each |"
+        "| model | EP | nodes, of these a token may go to | recomputation | KiB between, to each rank | node | inside | node |"
     )
     print("| - | - | - | - | - | - | - | - |")
     for name, ranks, groups, nodes in NODES:

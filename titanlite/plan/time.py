@@ -4,6 +4,7 @@ FSDP's collectives run behind the computation of a neighboring layer, which they
 expert parallelism are waited for. Left out: other kernels than listed, stragglers, a shared network, input and checkpoints.
 """
 
+import functools
 import math
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -213,6 +214,7 @@ class Pass(NamedTuple):
     ep: float
 
 
+@functools.cache
 def reached(experts: ExpertShape, parts: int) -> float:
     """Of `parts` equal parts of the experts, those that have some of a token's, on average over balanced routing."""
     without = math.comb(experts.number - experts.number // parts, experts.top_k) / math.comb(experts.number, experts.top_k)
