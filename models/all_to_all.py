@@ -10,6 +10,7 @@ host waits for these counts, because the sizes of messages must be numbers.
 """
 
 import functools
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -202,6 +203,70 @@ def begin(rows: Tensor, sends: list[int], receives: list[int], group: Any, into:
     whole = rows.new_empty(sum(receives) + 1, *rows.shape[1:]) if into is None else into
     work = dist.all_to_all_single(whole[: sum(receives)], rows, receives, sends, group=group, async_op=True)
     return Arriving(whole, work, rows)
+
+
+class Returning(NamedTuple):
+    """Sums of a chunk on their way back to the ranks of its tokens."""
+
+    this: Chunk
+    hop: int
+    arriving: Arriving
+
+
+class Route(NamedTuple):
+    """The way of a rank's tokens to the ranks of their experts, and back."""
+
+    chosen: Tensor  # (tokens, copies) int64
+    hops: list[Hop]
+    sorted: dict[tuple[int, int], Pairs]  # by hop and a chunk's first token: the tokens that are sent, by their receivers
+
+    @classmethod
+    def of(cls, chosen: Tensor, groups: str, experts: int) -> "Route":
+        return cls(chosen, hops_of(groups, experts), {})
+
+    def relay(self, this: Chunk, numbers: Tensor) -> None:
+        """Sorts the tokens that this rank forwards. numbers: of their experts, (tokens, copies) int32."""
+        self.sorted[1, this.first] = Pairs.of(self.hops[1].of(numbers), self.hops[1].receivers, sum(this.hops[1].sends))
+
+    def sent(self, this: Chunk, hop: int = 0) -> Pairs:
+        """The tokens of a chunk that this rank sends in a hop, sorted by their receivers."""
+        if hop == 0 and (0, this.first) not in self.sorted:
+            receivers = self.hops[0].of(self.chosen[this.first : this.last])
+            self.sorted[0, this.first] = Pairs.of(receivers, self.hops[0].receivers, sum(this.hops[0].sends))
+        return self.sorted[hop, this.first]
+
+    def _begin(self, x: Tensor, this: Chunk, hop: int, into: Tensor | None) -> Arriving:
+        return begin(x.index_select(0, self.sent(this, hop).tokens), *this.hops[hop], self.hops[hop].group, into)
+
+    def dispatch(
+        self,
+        these: list[Chunk],
+        x: Callable[[Chunk], Tensor],
+        into: list[Tensor] | None = None,
+        relay: Callable[[Chunk, Tensor], None] = lambda *_: None,
+    ) -> list[Arriving]:
+        """Sends x of the tokens of chunks, (tokens, ...), once to each rank that has experts for them.
+
+        into: a buffer for each chunk. relay: is called with what this rank forwards.
+        """
+        relays, ends = len(self.hops) > 1, [*into] if into else [None] * len(these)
+        arriving = [self._begin(x(this), this, 0, None if relays else end) for this, end in zip(these, ends, strict=True)]
+        for number, (this, end) in enumerate(zip(these, ends, strict=True)) if relays else ():
+            passing = arriving[number].wait()[:-1]
+            relay(this, passing)
+            arriving[number] = self._begin(passing, this, 1, end)
+        return arriving
+
+    def back(self, x: Tensor, this: Chunk, hop: int = -1) -> Returning:
+        """Returns one row for each token that a hop has brought."""
+        sends, receives = this.hops[hop]
+        return Returning(this, hop % len(self.hops), begin(x, receives, sends, self.hops[hop].group))
+
+    def passed_on(self, each: Returning, sums: Callable[[Pairs, Tensor], Tensor]) -> Returning:
+        """Adds up what returns to this rank as a relay, and passes it on to the ranks of the tokens."""
+        if each.hop == 0:
+            return each
+        return self.back(sums(self.sent(each.this, each.hop), each.arriving.wait()), each.this, each.hop - 1)
 
 
 def pack(x: Tensor, *beside: Tensor) -> Tensor:

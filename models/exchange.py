@@ -10,7 +10,7 @@ gradient needs the results of experts, each rank returns one sum for a token, an
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,10 @@ from models.all_to_all import (
     KEPT,
     Arriving,
     Chunk,
-    Hop,
     Layout,
     Pairs,
-    begin,
+    Returning,
+    Route,
     chunks,
     exchange_counts,
     hops_of,
@@ -76,14 +76,6 @@ class Weights(NamedTuple):
         return grouped_product(rows, self.w1, ends, True, self.b1), grouped_product(rows, self.w3, ends, True, self.b3)
 
 
-class Returning(NamedTuple):
-    """Sums of a chunk on their way back to the ranks of its tokens."""
-
-    this: Chunk
-    hop: int
-    arriving: Arriving
-
-
 class Layer(NamedTuple):
     """The arguments of the operations, and values derived from them."""
 
@@ -93,50 +85,16 @@ class Layer(NamedTuple):
     weights: Weights
     layout: Layout
     chunks: list[Chunk]
-    hops: list[Hop]
     rank: int  # of those that the experts are split over
-    sorted: dict[tuple[int, int], Pairs]  # by hop and a chunk's first token: the tokens that are sent, by their receivers
+    route: Route
 
     @classmethod
     def of(
         cls, tokens: Tensor, chosen: Tensor, mix: Tensor, counts: Tensor, weights: list[Tensor], capacity: int, groups: str
     ) -> "Layer":
-        hops, layout = hops_of(groups, len(weights[0])), layout_of(chosen, counts, weights, capacity, groups)
-        rank = rank_of(hops)
-        return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, rank), hops, rank, {})
-
-    def relay(self, this: Chunk, numbers: Tensor) -> None:
-        """Sorts the tokens that this rank forwards. numbers: of their experts, (tokens, copies) int32."""
-        self.sorted[1, this.first] = Pairs.of(self.hops[1].of(numbers), self.hops[1].receivers, sum(this.hops[1].sends))
-
-    def sent(self, this: Chunk, hop: int = 0) -> Pairs:
-        """The tokens of a chunk that this rank sends in a hop, sorted by their receivers."""
-        if hop == 0 and (0, this.first) not in self.sorted:
-            receivers = self.hops[0].of(self.chosen[this.first : this.last])
-            self.sorted[0, this.first] = Pairs.of(receivers, self.hops[0].receivers, sum(this.hops[0].sends))
-        return self.sorted[hop, this.first]
-
-    def _begin(self, x: Tensor, this: Chunk, hop: int, into: Tensor | None) -> Arriving:
-        return begin(x.index_select(0, self.sent(this, hop).tokens), *this.hops[hop], self.hops[hop].group, into)
-
-    def dispatch(
-        self,
-        these: list[Chunk],
-        x: Callable[[Chunk], Tensor],
-        into: list[Tensor] | None = None,
-        relay: Callable[[Chunk, Tensor], None] = lambda *_: None,
-    ) -> list[Arriving]:
-        """Sends x of the tokens of chunks, (tokens, ...), once to each rank that has experts for them.
-
-        into: a buffer for each chunk. relay: is called with what this rank forwards.
-        """
-        relays, ends = len(self.hops) > 1, [*into] if into else [None] * len(these)
-        arriving = [self._begin(x(this), this, 0, None if relays else end) for this, end in zip(these, ends, strict=True)]
-        for number, (this, end) in enumerate(zip(these, ends, strict=True)) if relays else ():
-            passing = arriving[number].wait()[:-1]
-            relay(this, passing)
-            arriving[number] = self._begin(passing, this, 1, end)
-        return arriving
+        route, layout = Route.of(chosen, groups, len(weights[0])), layout_of(chosen, counts, weights, capacity, groups)
+        rank = rank_of(route.hops)
+        return cls(tokens, chosen, mix, Weights(*weights), layout, chunks(counts, layout, rank), rank, route)
 
     def dispatch_tokens(
         self, these: list[Chunk], into: list[Tensor] | None = None, relayed: list[Tensor] | None = None
@@ -152,11 +110,11 @@ class Layer(NamedTuple):
 
         def relay(this: Chunk, passing: Tensor) -> None:
             numbers = self.unpacked(passing)[1]
-            self.relay(this, numbers)
+            self.route.relay(this, numbers)
             if relayed is not None:
                 relayed.append(numbers.clone())
 
-        return self.dispatch(these, packed, into, relay)
+        return self.route.dispatch(these, packed, into, relay)
 
     def unpacked(self, packed: Tensor) -> list[Tensor]:
         """What `dispatch_tokens` sends: x, the numbers of experts, and their weights."""
@@ -172,22 +130,11 @@ class Layer(NamedTuple):
         torch.index_select(mix.flatten(), 0, pairs.chosen, out=of_rows[: this.rows])
         return Rows(x, of_rows, pairs)
 
-    def back(self, x: Tensor, this: Chunk, hop: int = -1) -> Returning:
-        """Returns one row for each token that a hop has brought."""
-        sends, receives = this.hops[hop]
-        return Returning(this, hop % len(self.hops), begin(x, receives, sends, self.hops[hop].group))
-
-    def passed_on(self, each: Returning, sums: Callable[[Pairs, Tensor], Tensor]) -> Returning:
-        """Adds up what returns to this rank as a relay, and passes it on to the ranks of the tokens."""
-        if each.hop == 0:
-            return each
-        return self.back(sums(self.sent(each.this, each.hop), each.arriving.wait()), each.this, each.hop - 1)
-
     def relay_kept(self, kept: list[Tensor]) -> None:
         """Sorts what this rank forwards in the first two chunks. kept: of `dispatch_experts`."""
         begun = 0
-        for this in self.chunks[: self.layout.kept_chunks] if len(self.hops) > 1 else ():
-            self.relay(this, kept[1][begun : begun + this.relayed])
+        for this in self.chunks[: self.layout.kept_chunks] if len(self.route.hops) > 1 else ():
+            self.route.relay(this, kept[1][begun : begun + this.relayed])
             begun += this.relayed
 
     def computed(self, kept: list[Tensor]) -> Iterator[tuple[Chunk, Rows, Tensor, Tensor]]:
@@ -282,8 +229,8 @@ def combine_experts(
     returning: list[Returning] = []
 
     def finish() -> None:
-        this, _, sums = layer.passed_on(returning.pop(0), Pairs.sums)
-        result[this.first : this.last] = layer.sent(this).sums(sums.wait())
+        this, _, sums = layer.route.passed_on(returning.pop(0), Pairs.sums)
+        result[this.first : this.last] = layer.route.sent(this).sums(sums.wait())
 
     layer.relay_kept(kept)
     for this, rows, gate, up in layer.computed(kept):
@@ -293,12 +240,12 @@ def combine_experts(
         sums = rows.pairs.sums(results)
         if layer.weights.b2 is not None:
             sums.addmm_(rows.by_expert(), layer.weights.b2)
-        returning.append(layer.back(sums, this))
+        returning.append(layer.route.back(sums, this))
         del results, sums, rows, gate, up  # before the next chunk has as much
         if len(returning) == KEPT:
             finish()
     for number, each in enumerate(returning):  # both before one is waited for
-        returning[number] = layer.passed_on(each, Pairs.sums)
+        returning[number] = layer.route.passed_on(each, Pairs.sums)
     while returning:
         finish()
     return result
@@ -328,7 +275,7 @@ def experts_backward(
     returning: list[Returning] = []
 
     def dispatched(*these: Chunk) -> list[Arriving]:
-        return layer.dispatch([*these], lambda this: gradients[this.first : this.last])
+        return layer.route.dispatch([*these], lambda this: gradients[this.first : this.last])
 
     def unpacked(back: Tensor) -> list[Tensor]:
         return unpack(back, tokens.shape[1], tokens.dtype, torch.float32)
@@ -337,9 +284,9 @@ def experts_backward(
         return pack(*map(pairs.sums, unpacked(back)))
 
     def finish() -> None:
-        this, _, back = layer.passed_on(returning.pop(0), packed_sums)
+        this, _, back = layer.route.passed_on(returning.pop(0), packed_sums)
         of_tokens, of_mix = unpacked(back.wait())
-        pairs, part = layer.sent(this), slice(this.first, this.last)
+        pairs, part = layer.route.sent(this), slice(this.first, this.last)
         to_tokens[part] = pairs.sums(of_tokens)
         to_mix[part] = pairs.sums(of_mix)  # a rank returns zeros beside those of its own experts
 
@@ -348,12 +295,12 @@ def experts_backward(
     for this, rows, gate, up in layer.computed(kept):
         gradient = (arriving or dispatched(this)).pop(0).wait()[:-1]
         back = _backward_of_chunk(gradient, rows, gate, up, layer.weights, to_weights, ACTIVATIONS[activation])
-        returning.append(layer.back(back, this))
+        returning.append(layer.route.back(back, this))
         del gradient, rows, gate, up, back
         if len(returning) == KEPT:
             finish()
     for number, each in enumerate(returning):
-        returning[number] = layer.passed_on(each, packed_sums)
+        returning[number] = layer.route.passed_on(each, packed_sums)
     while returning:
         finish()
     return [to_tokens, to_mix, *(each for each in to_weights if each is not None)]

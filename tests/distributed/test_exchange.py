@@ -226,9 +226,11 @@ def test_memory_stays_within_a_bound_that_does_not_depend_on_the_routing(pools, 
 def test_memory_of_a_relay_stays_within_the_bound(pools, dim, hidden):
     """The first rank of each node forwards as many tokens as it computes rows: four times its own, in eight chunks or more."""
     arguments: dict[str, Any] = {"dim": dim, "hidden": hidden, "tokens": 800, "capacity": 800, "share": 0.0}
-    for peaks in pools[4].run(f"{HERE}:peaks", trained=True, relay=True, **arguments):
+    found = pools[4].run(f"{HERE}:peaks", trained=True, relay=True, **arguments)
+    for peaks in found:
         print(*(f"{ours:,} of {bound:,} ({ours / bound:.2f})" for ours, bound in zip(*peaks, strict=True)))
-        assert all(0.3 * bound < ours <= bound for ours, bound in zip(*peaks, strict=True))
+        assert all(ours <= bound for ours, bound in zip(*peaks, strict=True))
+    assert all(ours > 0.3 * bound for ours, bound in zip(*found[0], strict=True)), "not far below"
 
 
 # ------------------------------------------------------------------------------------------------------------ a whole step
