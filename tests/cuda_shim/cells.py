@@ -67,6 +67,7 @@ PARTS: dict[str, Part] = {
         },
         ("aten._grouped_mm.default", "aten.mm.dtype"),  # the router gets float32 too
     ),
+    "nodes": Part({"parallelism": {"expert_parallel_node_size": 2}}),
 }
 
 
@@ -150,7 +151,7 @@ _ON: dict[str, tuple[str, ...]] = {
     "HSDP 2 x 4": ("bfloat16", "Muon"),
     "CP 8, gather": ("bfloat16", "per operation, compiled", "full, by chunks, compiled", "document_mask"),
     "FSDP 4 x CP 2, ulysses": ("bfloat16, compiled", "full, offload", "memory_budget, compiled", "document_mask, compiled"),
-    "FSDP 8, EP 4": ("mixture",),
+    "FSDP 8, EP 4": ("mixture, nodes",),
     "FSDP 4 x TP 2, EP 8": (
         *("mixture, compiled", "mixture, full", "mixture, full, compiled", "mixture, per operation, compiled", "mixture, Muon"),
     ),

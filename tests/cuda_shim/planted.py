@@ -13,7 +13,7 @@ from titanlite.parallel import pipeline
 from titanlite.transforms import attention_kernels
 
 _clip = step.clip_gradients
-_MIXTURE = "FSDP 8, EP 4, mixture"
+_MIXTURE = "FSDP 8, EP 4, mixture, nodes"
 
 
 class Planted(NamedTuple):
@@ -44,7 +44,7 @@ def _attend_on_cpu(gradient: torch.Tensor) -> None:
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[gradient[None, None]] * 3)
 
 
-_on_host, _receivers_of = all_to_all._on_host, all_to_all.receivers_of
+_on_host, _receivers = all_to_all._on_host, all_to_all.Hop.of
 
 
 def _counts_twice(counts: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,8 @@ def _counts_twice(counts: torch.Tensor) -> torch.Tensor:
     return _on_host(counts)
 
 
-def _receivers_with_wait(chosen: torch.Tensor, layout: all_to_all.Layout) -> torch.Tensor:
-    receivers = _receivers_of(chosen, layout)
+def _receivers_with_wait(hop: all_to_all.Hop, chosen: torch.Tensor) -> torch.Tensor:
+    receivers = _receivers(hop, chosen)
     receivers.to("cpu")
     return receivers
 
@@ -86,7 +86,7 @@ PLANTED: dict[str, Planted] = {
     "a mask on the CPU": Planted(llama3, "with_mask", _mask_on_cpu),
     "a pageable copy": Planted(Batch, "pin_memory", lambda batch: batch),
     "another copy of counts in the exchange": Planted(all_to_all, "_on_host", _counts_twice, _MIXTURE),
-    "a copy of counts outside of the exchange": Planted(all_to_all, "receivers_of", _receivers_with_wait, _MIXTURE),
+    "a copy of counts outside of the exchange": Planted(all_to_all.Hop, "of", _receivers_with_wait, _MIXTURE),
     "a microbatch's number on the device": Planted(
         pipeline.Stage, "forward", _number_on_the_device, "PP 2 x FSDP 4, Interleaved1F1B, last rank, bfloat16"
     ),
