@@ -83,6 +83,8 @@ NAMES = {
     "cpu_attention_backward": f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu_backward",  # its FLOPs
     "flash_attention_backward": f"{_ATEN}_scaled_dot_product_flash_attention_backward",  # its FLOPs
     "collectives": "torch:ops._c10d_functional",  # results of collectives are kept for the backward pass
+    "bf16_on_cpu": "torch:ops.mkldnn._is_mkldnn_bf16_supported",  # whether the CPU has instructions for bfloat16
+    "fp16_on_cpu": "torch:ops.mkldnn._is_mkldnn_fp16_supported",  # the same of float16
     "foreach_div_": "torch:_foreach_div_",  # divides all gradients at once
     "foreach_norm": "torch:_foreach_norm",  # the norms of all gradients at once, on a GPU
     "amp_update_scale_": "torch:_amp_update_scale_",  # the loss scale of float16, without a host sync

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.decoder import Decoder
 from models.moe import Experts
 from titanlite.config.schema import Config
+from titanlite.ground import torch_private
 from titanlite.loop.resume import Progress, RunIdentity
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree, needs_fsdp
@@ -36,6 +37,16 @@ def built_in(config: Config, parameters: int) -> str:
         return ""
     names, keys = (" and ".join(words) for words in zip(*parts, strict=True))
     return f"{names}: a test of speed and memory, no useful result; set {keys}"
+
+
+def emulated(dtype: str) -> str:
+    """One remark where matrices of `dtype` are multiplied on a CPU without instructions for it; else ""."""
+    if torch.cuda.is_available() or not torch.backends.mkldnn.is_available():
+        return ""
+    known = {"bfloat16": "bf16_on_cpu", "float16": "fp16_on_cpu"}
+    if dtype not in known or getattr(torch_private, known[dtype])():
+        return ""
+    return f'; this CPU has no instructions for {dtype}: training.mixed_precision_param = "float32" is many times as fast'
 
 
 def derived_values(
@@ -83,7 +94,8 @@ def derived_values(
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}{multiplied}, {masters}{held}{reduced}",
+        "precision": f"{training.mixed_precision_param}{multiplied}, {masters}{held}{reduced}"
+        + emulated(training.mixed_precision_param),
         "attention": attention_sentence(model, config) + split,
         "settings": f"garbage collected every {training.gc_freq} steps; float32 matmuls: {float32_matmuls}",
         "recomputed": "nothing" if cfg.mode == "none" else cfg.mode + detail,
