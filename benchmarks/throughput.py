@@ -438,13 +438,14 @@ def commit() -> dict[str, Any]:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """CPU, cores and memory, and the GPU if it is used."""
+    """CPU with the instructions that PyTorch uses, cores and memory, and the GPU if it is used."""
     names = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
-    found: dict[str, Any] = {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count()}
+    name, instructions = names[0] if names else platform.processor(), torch.backends.cpu.get_cpu_capability()
+    found: dict[str, Any] = {"cpu": f"{name} ({instructions})", "cores": os.cpu_count()}
     found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
     if device == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
