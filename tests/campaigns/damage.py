@@ -56,7 +56,7 @@ def damage(folder: Path, draw: random.Random) -> tuple[Path, str]:
         path.unlink()
     elif kind == "its neighbor's":
         neighbors = [other for other in path.parent.iterdir() if other.is_file() and other != path]
-        shutil.copyfile(draw.choice(sorted(neighbors)) if neighbors else path, path)
+        shutil.copyfile(draw.choice(sorted(neighbors or {*chosen} - {path})), path)  # any other, where it is alone
     else:
         path.write_bytes(DAMAGES[kind](path.read_bytes(), draw))
     return path, kind
