@@ -12,6 +12,7 @@ from titanlite.plan import experts
 from titanlite.plan.experts import Load, Passed, Routing, on_rank_0
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Traffic
+from titanlite.plan.report import traffic_table
 
 SHAPE = FLAVORS["plain"]  # 8 experts, of which a token uses 2
 LAYERS, ROW, COPIES = SHAPE.n_layers, SHAPE.dim * 4, 2  # bytes
@@ -51,7 +52,9 @@ def test_a_step_dispatches_tokens_and_combines_sums_and_does_the_same_with_gradi
 def test_with_nodes_a_step_sends_once_to_each_node_and_from_there_to_its_ranks():
     """Two nodes of two ranks, each with 64 tokens, of which 3 of 14 have no expert on a node, and 15 of 28 none on a rank."""
     nodes = case({"dp_shard": 4, "ep": 4}, expert_parallel_node_size=2)._replace(accumulation=1)
-    found, part = exchanged(predicted(nodes)), 8 * 8  # bytes of a count for each of 8 parts
+    whole = predicted(nodes)
+    found, part = exchanged(whole), 8 * 8  # bytes of a count for each of 8 parts
+    assert all("  all-to-all" in line for line in traffic_table(whole) if "experts: " in line), "columns stay apart"
     of_node, of_rank = round(64 * 2 * 11 / 14), round(2 * 64 * 2 * 13 / 28)
     away = of_node - round(64 * 11 / 14)
     # for a node: its tokens, and the tokens and rows of its ranks; then what 4 ranks forward and compute

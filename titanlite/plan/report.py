@@ -56,9 +56,10 @@ def traffic_table(prediction: Prediction) -> list[str]:
     rows = sorted(prediction.work.traffic.items(), key=lambda row: -row[1].sent)
     total = Traffic(*map(sum, zip((0, 0, 0), *(traffic for _, traffic in rows), strict=True)))
     groups = {channel: f"{' x '.join(channel.over)} ({channel.ranks})" for channel, _ in rows}
+    width = max([34, *(len(each.sender) + 2 for each, _ in rows)])
     return [
-        *(f"{each.sender:<34}{each.kind:<16}{groups[each]:<34}{_amount(traffic)}" for each, traffic in rows),
-        f"{'total':<84}{_amount(total)}",
+        *(f"{each.sender:<{width}}{each.kind:<16}{groups[each]:<34}{_amount(traffic)}" for each, traffic in rows),
+        f"{'total':<{width + 50}}{_amount(total)}",
     ]
 
 
