@@ -151,8 +151,8 @@ def chunks(counts: Tensor, layout: Layout, rank: int) -> list[Chunk]:
 def cuts_of(ends: Tensor, layout: Layout) -> list[int]:
     """The parts at which chunks begin and end: as few chunks as fit, with equal work for the rank that receives most.
 
-    ends: (ranks, parts + 1), how many rows a rank has received before each part. With relays, (2 ranks, parts + 1): as many as
-    each has forwarded come first.
+    ends: (ranks, parts + 1), how many rows a rank has received before each part. With relays, (2 x ranks, parts + 1): before
+    them, how many tokens each rank has forwarded.
     """
     busiest = ends[ends[:, -1].argmax()]
     total = int(busiest[-1])
@@ -292,8 +292,8 @@ def exchange_counts(chosen: Tensor, ranks: int, experts: int, capacity: int, gro
     chosen: (tokens, copies) int64, the experts of this rank's tokens. experts: of each rank. groups: of `hops_of`.
 
     -> (3 x hops, ranks, parts) int64 on the host, for each hop and each part of the tokens: those that this rank sends to each
-    receiver and receives from each sender, filled up with zeros, and the load of every rank: the rows that it computes in
-    the last hop, the tokens that it sends in it in one before.
+    receiver and receives from each sender, filled up with zeros, and the load of every rank: in the last hop the rows that it
+    computes, in the one before it the tokens that it forwards.
     """
     hops, layout = hops_of(groups, experts), Layout(ranks, experts, chosen.shape[0], chosen.shape[1], capacity)
     tokens = _per_part(Hop(None, ranks, 0, experts).of(chosen), ranks, layout)

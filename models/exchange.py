@@ -350,17 +350,8 @@ def _backward_of_chunk(
 
 
 @dispatch_experts.register_fake
-def _(
-    tokens: Tensor,
-    chosen: Tensor,
-    mix: Tensor,
-    counts: Tensor,
-    weights: list[Tensor],
-    capacity: int,
-    activation: str,
-    groups: str,
-) -> list[Tensor]:
-    layout, hidden = layout_of(chosen, counts, weights, capacity, groups), weights[0].shape[1]
+def _(tokens: Tensor, chosen: Tensor, mix: Tensor, counts: Tensor, weights: list[Tensor], capacity: int, *words: str) -> Any:
+    layout, hidden = layout_of(chosen, counts, weights, capacity, words[-1]), weights[0].shape[1]
     matmuls = [tokens.new_empty(layout.room + 1, hidden) for _ in range(2 * layout.kept_chunks)]
     return [tokens.new_empty(1, 1).expand(tokens.shape), _arrived(tokens, chosen, layout), _relayed(chosen, layout), *matmuls]
 

@@ -45,7 +45,7 @@ def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> D
 
 
 def fit(degree: int, node: int) -> bool:
-    """Whether so many ranks of experts are several whole nodes of `node` ranks; 1: no nodes are told apart."""
+    """Whether so many ranks of experts are several whole nodes of `node` ranks; 1: nodes do not matter."""
     return node == 1 or (degree > node and degree % node == 0)
 
 
