@@ -55,6 +55,18 @@ def test_a_random_graph_is_refused_if_and_only_if_a_use_is_hidden(seed):
     assert bool(not_carried(graph(uses))) == hidden, uses
 
 
+def test_a_model_is_examined_once_for_all_meshes_and_again_when_its_class_is_another(monkeypatch):
+    """As after `importlib.reload` in a notebook, in which a refused model was repaired."""
+    traced = []
+    monkeypatch.setattr(dataflow, "_KNOWN", {})
+    monkeypatch.setattr(dataflow, "trace", lambda *args, **kwargs: (traced.append(args), trace(*args, **kwargs))[1])
+    assert not_carried(graph("3 value 1")) == not_carried(graph("3 value 1")) == ""
+    once = len(traced)
+    assert not_carried(graph("2 list 1")) and len(traced) == once + 1  # refused in the first trace
+    monkeypatch.setattr(block_graphs, "Model", type("Model", (block_graphs.Model,), {}))
+    assert not_carried(graph("2 list 1")) and len(traced) == once + 2
+
+
 @pytest.mark.parametrize("name", [*family_names(), "tests.tiny_hybrid"])
 def test_families_pass_only_hidden_states_to_the_next_stage(name):
     family = load_family(name, next(iter(load_module(name).FLAVORS)))

@@ -303,10 +303,19 @@ class Replay:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
-def not_carried(family: Family) -> str:
-    """Why the blocks of a model cannot run on different ranks, with the line of its file; "" if they can.
+_KNOWN: dict[tuple[type, str], str] = {}  # for a class of models with these dimensions: `plan` checks many meshes of one model
 
-    After the trace, each block runs alone, the last one first, in a model of its own: what earlier ones have left behind in
+
+def not_carried(family: Family) -> str:
+    """Why the blocks of a model cannot run on different ranks, with the line of its file; "" if they can."""
+    key = family.module.Model, str(family.dimensions())
+    if key not in _KNOWN:
+        _KNOWN[key] = _not_carried(family)
+    return _KNOWN[key]
+
+
+def _not_carried(family: Family) -> str:
+    """After the trace, each block runs alone, the last one first, in a model of its own: what earlier ones have left behind in
     Python is not there. It must do the same operations as in the whole model.
     """
     name = ""

@@ -6,6 +6,7 @@ that initial values, optimizers and checkpoints need not know of stages.
 """
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -340,9 +341,12 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     except ValueError as error:
         yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
         return
-    stages, flow = len(layers), trace(family.on_meta())
-    if BEFORE_2_13 and not all(each.is_floating_point() for part in received_by_stages(flow, layers) for each in part):
-        yield f"{key}: blocks of {config.model.name} use whole numbers of earlier stages, which needs PyTorch 2.13; set it to 1"
+    stages = len(layers)
+    if BEFORE_2_13:
+        received = itertools.chain(*received_by_stages(trace(family.on_meta()), layers))
+        if not all(tensor.is_floating_point() for tensor in received):
+            name = config.model.name
+            yield f"{key}: blocks of {name} use whole numbers of earlier stages, which needs PyTorch 2.13; set it to 1"
     yield from (f"{key}: {fault}" for fault in _frozen(layers, model))
     of_a_rank = STAGES_OF_A_RANK[schedule]
     if stages % degree or (of_a_rank == 1 and stages != degree) or stages < of_a_rank * degree:
