@@ -26,7 +26,7 @@ train: .venv/installed
 	./run_train.sh train_configs/llama_debug.toml
 
 test: .venv/installed lint
-	$(TOGETHER) -m 'not slow' --minutes=build/minutes.txt
+	$(TOGETHER) -m 'not slow and not campaign' --minutes=build/minutes.txt
 
 test-all: test docs
 	$(TOGETHER) -m slow --minutes=build/minutes-slow.txt

@@ -11,6 +11,7 @@ PART is one of
              rows of 5 to 20 minutes; `--only sample`: a few tests under each, 3 minutes)
   collectives  200,000 small collectives that overlap, among four ranks
   mutants    faults in the code, each caught by some test: python -m tests.mutations.score --suite
+  tests      the cases of the tests that `make test-all` leaves out: pytest -m campaign
 
 Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign continues if the commit is
 the same; another commit or --again starts over. With --only, the rows of another commit are a second table below the first.
@@ -160,13 +161,16 @@ def row(name: str, report: Report, seconds: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("part", choices=[*PARTS, "mutants"])
+    parser.add_argument("part", choices=[*PARTS, "mutants", "tests"])
     parser.add_argument("--only", default="", help="items with this in their names")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no item after so many minutes")
     parser.add_argument("--again", action="store_true")
     words = parser.parse_args()
     if words.part == "mutants":
         os.execv(sys.executable, [sys.executable, "-m", "tests.mutations.score", "--suite", *["--again"] * words.again])
+    if words.part == "tests":
+        options = ["-q", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-k", words.only]
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *options, "-m", "campaign"])
     path, started, broken = RESULTS / f"{words.part}.md", time.monotonic(), 0
     done = begin(path, words.part, words.again, words.only)
     for name, play in PARTS[words.part]().items():

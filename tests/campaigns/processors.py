@@ -121,7 +121,8 @@ def run(folder: Path, variant: Variant, targets: Sequence[str]) -> tuple[int, st
     dropped = {name for each in VARIANTS.values() for name in each.variables}
     dropped |= {name for name in os.environ if name.startswith("PYTEST_")}  # set by a test that runs this
     environment = {name: value for name, value in os.environ.items() if name not in dropped} | own | variant.variables
-    options = ["-q", "-m", "not slow", "-p", "tests.campaigns.verdicts", "-p", "no:cacheprovider", *variant.options]
+    options = ["-q", "-m", "not slow and not campaign", "-p", "tests.campaigns.verdicts", "-p", "no:cacheprovider"]
+    options += variant.options
     if disturbed.VARIABLE in variant.variables:
         options.append(_EXACT_WEIGHTS)
     command = [*variant.through, sys.executable, "-m", "pytest", *options, *targets]

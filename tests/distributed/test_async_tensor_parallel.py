@@ -122,13 +122,16 @@ def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pool
     assert not backward.operations[PLAIN_GATHER]
 
 
-_ROWWISE = pytest.param(
-    "rowwise", marks=pytest.mark.skipif(BEFORE_2_13, reason="PyTorch 2.11 scales no rows of a product on CPUs")
+_NOT_BEFORE = pytest.mark.skipif(BEFORE_2_13, reason="PyTorch 2.11 scales no rows of a product on CPUs")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("tensorwise", marks=pytest.mark.slow),
+        pytest.param("rowwise", marks=[pytest.mark.campaign, _NOT_BEFORE]),
+    ],
 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", _ROWWISE])
 def test_with_float8_it_overlaps_the_sums_of_the_forward_pass(pools, recipe):
     """Both runs are compiled: eager code rounds to bfloat16 in other places."""
     sections = {

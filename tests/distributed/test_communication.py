@@ -19,7 +19,7 @@ from models import all_to_all
 from models.moe import Router
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, mesh_of, rank_batches
-from tests.repetitions import slow_but
+from tests.repetitions import campaign_but
 from tests.traffic_cases import CASES, COUNTED, Case
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, forward_backward, update
@@ -107,25 +107,25 @@ def group_of_rank_0(degrees: dict[str, int], over: tuple[str, ...], ranks: int) 
 
 
 # A formula by shapes, accumulation, and cases without a formula: Muon, gathers in float8, weights of features.
-SHORT = [
-    "hybrid, tied, accumulation",
+SHORT = ["hybrid, tied, accumulation", "shard 2 x context 2, documents, full recomputation"]
+LONGER = [
     "2 x 2, Muon",
     "shard 2, gathers in float8",
-    "shard 2 x context 2, documents, full recomputation",
+    "hybrid, accumulation, reduced once",
+    "tp 2, float8",
+    "context 4, heads exchanged, bfloat16",
 ]
 ON_GLOO = [
     *SHORT,
-    "hybrid, accumulation, reduced once",
+    *LONGER,
     "vocabulary 515, 2 x 2",
     "2 x 2, adapters, every second of four layers",
     "tp 2, weights of features",
-    "tp 2, float8",
-    "context 4, heads exchanged, bfloat16",
     "context 2 x tp 2, windows and caps, recomputation by operation",
 ]
 
 
-@pytest.mark.parametrize("name", slow_but(SHORT, ON_GLOO))
+@pytest.mark.parametrize("name", campaign_but(SHORT, LONGER, ON_GLOO))
 def test_a_step_sends_what_is_predicted(pools: dict[int, Pool], name):
     case = (CASES | COUNTED)[name]
     config = case.config()
@@ -184,9 +184,9 @@ FOUR_CHUNKS = {"dp_shard": 4, "ep": 2}, "full", 0.7
     [
         (FOUR_CHUNKS, worst),
         (({"dp_shard": 4, "ep": 4, "node": 2}, "full", 0.7), balanced),
-        pytest.param(FOUR_CHUNKS, balanced, marks=pytest.mark.slow),
+        pytest.param(FOUR_CHUNKS, balanced, marks=pytest.mark.campaign),
         pytest.param(({"dp_shard": 2, "tp": 2, "ep": 4}, "per operation", 1.5), balanced, marks=pytest.mark.slow),
-        pytest.param(({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "none", 1.5), balanced, marks=pytest.mark.slow),
+        pytest.param(({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "none", 1.5), balanced, marks=pytest.mark.campaign),
     ],
     ids=["four chunks, worst", "two nodes", "four chunks", "tp, by operation", "replicas"],
 )

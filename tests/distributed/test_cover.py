@@ -12,7 +12,7 @@ import torch
 from tests.distributed import cells, cover
 from tests.distributed.cover import LATER, OTHER_FLOAT8, OTHER_PIPELINES, PLAIN, Cell
 from tests.distributed.mixtures import MARGIN
-from tests.repetitions import slow_but
+from tests.repetitions import campaign_but
 from titanlite.parallel import expert
 from titanlite.parallel.fsdp import MESH_PER_PARAMETER
 from titanlite.parallel.mesh import ranks_of
@@ -20,17 +20,26 @@ from titanlite.registry.family import family_of
 from titanlite.verify.compare import Trajectory, compare
 
 CELLS = {cover.name(cell): cell for cell in cover.cover(without=LATER)}
-# Those of `make test`; `make test-all` has every pair.
+# Every value with every mesh dimension, in `make test` without compiled experts, which take ten times as long as other cells.
+# `make test-all` has those too, and every pair of values without the compiler.
 FEW = cover.few(CELLS, cover.with_dimensions)
-# In `make test-all`, inductor instead of "aot_eager" compiles cells that cover every value which changes kernels.
-_OF_KERNELS = ("family", "recompute", "precision", "documents")
+PLAINLY = {name for name, cell in CELLS.items() if cell["compile"] == "no"}
+FEW_NOW = [name for name in FEW if name in PLAINLY or CELLS[name]["family"] != "Mixture"]
+# Inductor instead of "aot_eager" compiles cells that cover every value which changes kernels.
+_OF_KERNELS = ("recompute", "precision", "documents")
 
 
 def kernels(cell: Cell) -> set[tuple[str, ...]]:
     return {(factor, cell[factor]) for factor in _OF_KERNELS} | {("tp", str("tp" in cell["mesh"]))}
 
 
-COMPILED = cover.few({name: cell for name, cell in CELLS.items() if cell["compile"] != "no"}, kernels)
+def kernels_and_family(cell: Cell) -> set[tuple[str, ...]]:
+    return kernels(cell) | {("family", cell["family"])}
+
+
+_OF_COMPILER = {name: cell for name, cell in CELLS.items() if name not in PLAINLY}
+COMPILED = cover.few(_OF_COMPILER, kernels_and_family)  # in a campaign
+FEW_COMPILED = cover.few(_OF_COMPILER, kernels)  # in `make test-all`
 # Several dimensions at once need eight ranks, which take as long as ten other cells: the families least like Llama, and special
 # cases of gathering. Two meshes of four ranks are in no table.
 _STAGES = {"blocks": "4", "accumulation": "2"}
@@ -89,7 +98,7 @@ def test_every_valid_pair_of_values_is_in_a_cell():
     assert {part for cell in CELLS.values() for part in cell.items()} == {part for part in values if part[1] not in LATER}
 
 
-@pytest.mark.parametrize("name", slow_but(FEW, [name for name in CELLS if name in FEW or name not in COMPILED]))
+@pytest.mark.parametrize("name", campaign_but(FEW_NOW, PLAINLY | {*FEW}, CELLS))
 def test_a_cell_gives_the_weights_batches_losses_norms_and_gradients_of_one_process(pools, references, name):
     assert_as_on_one_process(pools, references, CELLS[name])
 
@@ -115,9 +124,9 @@ def test_lower_precision_follows_float32_and_keeps_float32_masters(references):
         assert compare(found, plain).worst("gradients").size > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- only in `make test-all`
+# ----------------------------------------------------------------------------------- only in `make test-all` and campaigns
 
-# `make campaign PART=cells` and `PART=pipelines` run all cells.
+# `make campaign PART=tests` runs the others of this file; `PART=cells` and `PART=pipelines` run full products.
 
 
 @pytest.mark.slow
@@ -130,15 +139,13 @@ OTHERS = {cover.name(cell): cell for cell in cover.cover(without=LATER - OTHER_F
 FEW_OTHERS = cover.few(OTHERS, cover.with_schedules)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FEW_OTHERS)
+@pytest.mark.parametrize("name", campaign_but((), [name for name in OTHERS if OTHERS[name]["compile"] == "no"], FEW_OTHERS))
 def test_other_float8_recipes_and_pipelines_equal_one_process(pools, references, name):
     assert_as_on_one_process(pools, references, OTHERS[name])
 
 
-@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", campaign_but((), FEW_COMPILED, dict.fromkeys([*FEW_COMPILED, *COMPILED])))
 def test_inductor_kernels_equal_one_plain_process(pools, references, name):
     # New workers, since a run compiles in processes of its own. In those of earlier cells, three have failed in two runs:
     # PyTorch 2.13 traced a mesh as an operation that inductor refuses, "device_mesh._get_submesh is not an OpOverload".

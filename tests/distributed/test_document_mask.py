@@ -33,10 +33,10 @@ def with_flex_attention(cell: Cell, config: Config) -> tuple[Trajectory | None, 
 @pytest.mark.parametrize(
     ("mesh", "mode", "compiled"),
     [
-        ("tp 2", "budget", "blocks"),
+        pytest.param("tp 2", "budget", "blocks", marks=pytest.mark.slow),
         ("context 2", "per operation", "no"),
         pytest.param("shard 2 x tp 2", "full", "no", marks=pytest.mark.slow),
-        pytest.param("context 2 x tp 2", "none", "blocks", marks=pytest.mark.slow),
+        pytest.param("context 2 x tp 2", "none", "blocks", marks=pytest.mark.campaign),
     ],
 )
 def test_flex_attention_works_with_meshes_checkpointing_and_compile(pools, mesh, mode, compiled):

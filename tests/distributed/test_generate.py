@@ -38,8 +38,8 @@ def texts(degrees: dict[str, int], module: str, sampling: Sampling, step: int, c
         ("tests.tiny_gemma3", {"dp_shard": 2}),
         ("tests.tiny", {"dp_shard": 2, "tp": 2}),
         ("tests.forks.right.linear_attention", {"tp": 2}),  # padding must not change its state
-        ("tests.tiny_olmo2", {"tp": 2}),
-        ("tests.tiny_moe", {"tp": 2}),
+        pytest.param("tests.tiny_olmo2", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("tests.tiny_moe", {"tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed.checkpoint_runs import SHARD, assert_same, flip, losses, names, resumed, saved, train
 from tests.distributed.test_resume import stored
+from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
 from titanlite.registry.family import load_family
@@ -37,7 +38,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", slow_but(["__1_0.distcp", manifest.FILE], DAMAGES))
 def test_a_damaged_checkpoint_is_named_and_the_run_ends_as_without_it(pools, whole, half, tmp_path, name):
     run = Path(shutil.copytree(half, tmp_path / "run"))
     before, newest = (step_folder(run / "checkpoint", step) for step in (2, 4))

@@ -9,15 +9,14 @@ FLAVORS = ("plain", "shared", "grouped", "three", "gpt_oss")
 # test_cover.py has the other routers.
 CELLS = [
     ("three", "shard 2", "accumulated"),
-    ("gpt_oss", "shard 2 x tp 2", "compiled, recomputed per operation"),
     ("gpt_oss", "context 2", "plain"),
 ]
 OTHERS = [
-    ("three", "context 2", "compiled"),
+    ("gpt_oss", "shard 2 x tp 2", "compiled, recomputed per operation"),
     ("three", "context 2 x tp 2", "recomputed per operation"),
     ("gpt_oss", "replicate 2 x shard 2", "accumulated"),
-    ("gpt_oss", "context 2 x tp 2", "compiled"),
 ]
+COMPILED = [("three", "context 2", "compiled"), ("gpt_oss", "context 2 x tp 2", "compiled")]
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -32,7 +31,12 @@ def test_routing_in_these_runs_does_not_depend_on_rounding_and_all_parameters_le
 
 
 @pytest.mark.parametrize(
-    ("flavor", "mesh", "variant"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in OTHERS)]
+    ("flavor", "mesh", "variant"),
+    [
+        *CELLS,
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in OTHERS),
+        *(pytest.param(*cell, marks=pytest.mark.campaign) for cell in COMPILED),
+    ],
 )
 def test_a_mixture_has_the_gradients_of_one_process_on_every_mesh(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))

@@ -175,7 +175,7 @@ def test_unsplit_experts_are_not_sent_and_others_are_sent_once_each_rank_has_a_m
 # ------------------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("family", ["tests.tiny", "tests.tiny_moe"])
+@pytest.mark.parametrize("family", [pytest.param("tests.tiny", marks=pytest.mark.slow), "tests.tiny_moe"])
 def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_other_parameters(family):
     config = config_of(ONE, model={"name": family}, optimizer=MUON)
     model = load_family(family, "plain").on_meta()

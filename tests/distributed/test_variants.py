@@ -15,7 +15,7 @@ from tests.distributed.checkpoint_runs import resumed, train
 from tests.distributed.scenarios import CPU
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, Degrees, losses, reports, run, run_config, stored
 from tests.hf_folders import of_files, tensors_of
-from tests.repetitions import slow_but
+from tests.repetitions import campaign_but
 from titanlite.checkpoint import manifest
 from titanlite.hf import export as exporting
 from titanlite.loop import metrics
@@ -57,9 +57,12 @@ RESUMED: dict[str, tuple[Degrees, dict[str, Any]]] = {
     "stages that draw random numbers": (STAGES, DROPOUT),
     "split experts and stages": ({**FSDP_STAGES, "ep": 2}, MOE | {"training": {"local_batch_size": 2}}),
 }
+OFTEN = ("Muon, split experts", "compensated rounding, tp 2", "float16, tp 2", "float8 gather, shard 2", "adapters, tp 2")
+OFTEN += ("an EMA, shard 2", "stages that draw random numbers")
+LESS_OFTEN = ("dropout, tp 2", "a buffer that counts, 2 x 2", "stochastic rounding", "split experts and stages")
 
 
-@pytest.mark.parametrize("name", slow_but([*RESUMED][:-1], RESUMED))
+@pytest.mark.parametrize("name", campaign_but(OFTEN, LESS_OFTEN, RESUMED))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, name):
     degrees, keys = RESUMED[name]
     if "float8" in name:
@@ -100,7 +103,7 @@ MOVED: dict[str, tuple[float, dict[str, Any], list[tuple[Degrees, int, dict[str,
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", campaign_but(["Muon, split experts", "stages"], ["compensated rounding"], MOVED))
 def test_runs_resumed_on_other_meshes_have_the_losses_of_one_process_within_rounding(pools, tmp_path, name):
     rel, keys, parts = MOVED[name]
     run(pools, ONE, tmp_path / "whole", STEPS, **keys)
@@ -133,7 +136,7 @@ CHAINS: dict[str, tuple[dict[str, Any], list[Degrees]]] = {
 }
 
 
-@pytest.mark.parametrize("chain", slow_but(["tied", "experts"], CHAINS))
+@pytest.mark.parametrize("chain", campaign_but(["experts"], ["tied"], CHAINS))
 def test_between_meshes_a_checkpoint_is_loaded_bit_for_bit(pools, tmp_path, chain):
     keys, (first, *meshes) = CHAINS[chain]
     local, before = {"training": {"local_batch_size": 2}}, tmp_path / "0"

@@ -3,25 +3,30 @@
 import pytest
 
 from tests.campaigns import Mesh, damage, elastic, kill, processors, two_hosts
+from tests.repetitions import campaign_but
 
 # a minute or two each on an idle machine
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
 
+@pytest.mark.slow
 def test_killed_runs_lose_nothing_and_end_like_uninterrupted_ones(tmp_path):
     report = kill.campaign(tmp_path, kill.Kind(Mesh(stages=2)), kills=3, seed=0, at_once=2)
     assert report.broken == []
     assert report.figures["kills"] >= 2  # on a busy machine the run may end before the last one
 
 
+@pytest.mark.slow
 def test_damaged_files_are_named_or_change_nothing(tmp_path):
     assert damage.campaign(tmp_path, cases=3, seed=0, mesh=Mesh(stages=2)).broken == []
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_number_of_ranks_and_stages(tmp_path):
     assert elastic.campaign(tmp_path, [Mesh(3), Mesh(stages=2)], steps=3).broken == []
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_and_survive_a_cut_cable(tmp_path):
     if reason := two_hosts.obstacle():
         pytest.skip(reason)
@@ -42,12 +47,13 @@ _TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("names", _TOGETHER.values(), ids=_TOGETHER)
-def test_a_sample_of_the_tests_has_the_same_verdicts_on_other_processors(tmp_path, names):
-    report = processors.play(tmp_path, processors.together(names), processors.SAMPLE)
+@pytest.mark.parametrize("variants", campaign_but((), ["an old processor, another user"], _TOGETHER))
+def test_a_sample_of_the_tests_has_the_same_verdicts_on_other_processors(tmp_path, variants):
+    report = processors.play(tmp_path, processors.together(_TOGETHER[variants]), processors.SAMPLE)
     assert report.broken == [] and set(report.figures) == {"tests"}, report
 
 
+@pytest.mark.slow
 def test_a_test_whose_verdict_differs_under_a_variant_is_named(tmp_path, monkeypatch):
     """Whether the campaign can fail: a tree with one test that passes only in UTC."""
     (tmp_path / "tests").symlink_to(processors.ROOT / "tests")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.forked import prepare, titanlite, train
-from tests.repetitions import slow_but
+from tests.repetitions import campaign_but
 
 # Contexts and answers of unequal lengths, an empty context, and one longer than the model's maximum length.
 QUESTIONS = [
@@ -84,7 +84,7 @@ def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
     return answers, texts, written
 
 
-@pytest.mark.parametrize("ranks", slow_but(["1"], ["1", "2"]))
+@pytest.mark.parametrize("ranks", campaign_but((), ["1"], ["1", "2"]))
 def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export(tmp_path, ranks):
     prepare(tmp_path, "tests.tiny_qwen3", checkpoint={"enable": True, "interval": 10, "last_save_in_hf": True})
     ended = train("run.toml", folder=tmp_path)

@@ -37,7 +37,7 @@ def test_the_tables_flops_and_documents_of_a_right_fork_pass(fork):
     assert failed(table(f"tests.forks.right.{fork}", *ROWS[: ROWS.index(TRAINED)], DOCUMENTS)) == {}
 
 
-@pytest.mark.parametrize("fork", FORKS[:3])  # `make test-all` compares this mesh and others of all forks, above
+@pytest.mark.parametrize("fork", FORKS[:1])  # `make test-all` compares this mesh and others of all forks, above
 def test_tensor_parallelism_does_not_change_any_gradient_of_a_right_fork(pools, fork):
     name = f"tests.forks.right.{fork}"
     alone, split = trained(pools, name, "plain", {}, {}), trained(pools, name, "plain", {}, {"tp": 2}, ranks=2)
@@ -45,6 +45,7 @@ def test_tensor_parallelism_does_not_change_any_gradient_of_a_right_fork(pools, 
     assert compare(split.trajectory, alone.trajectory).excessive == []
 
 
+@pytest.mark.slow
 def test_compiled_blocks_that_share_a_module_are_sharded(pools):
     """As a unit of its own it had hooks of FSDP inside of the blocks, where the compiler stopped."""
     name, sections = "tests.forks.right.shared_attention", {"compile": {"enable": True, "backend": "aot_eager"}}

@@ -65,7 +65,7 @@ class Copy:
     def failing(self, targets: Sequence[str]) -> list[str]:
         """The first failing test of these files or tests; the targets themselves if pytest does not end, or cannot start."""
         shutil.rmtree(self._of_pytest, ignore_errors=True)
-        options = ["-x", "-q", f"--timeout={_TEST}", "-m", "not slow", "-o", f"cache_dir={self._of_pytest}"]
+        options = ["-x", "-q", f"--timeout={_TEST}", "-m", "not slow and not campaign", "-o", f"cache_dir={self._of_pytest}"]
         answer = self._python(["pytest", *options, *targets], _TEST_FILE)
         failed = self._of_pytest / "v/cache/lastfailed"
         if answer.code:

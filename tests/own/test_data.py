@@ -247,7 +247,9 @@ def test_a_map_is_validated_on_with_the_same_loss_on_every_mesh(pools, tmp_path)
 # ------------------------------------------------------------------------------------------------------------- resumes
 
 
-@pytest.mark.parametrize(("dataset", "workers"), [(SUMS, 2), (WALKS, 2), ("tests.own.data_parts:Node", 0)])
+@pytest.mark.parametrize(
+    ("dataset", "workers"), [(SUMS, 2), pytest.param(WALKS, 2, marks=pytest.mark.slow), ("tests.own.data_parts:Node", 0)]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(dataset, workers, tmp_path, group_of_one):
     mesh = build_mesh(resolve_degrees(Config().parallelism, 1), "cpu")
     for folder, lengths in (("whole", (STEPS,)), ("parts", (4, 8, STEPS))):

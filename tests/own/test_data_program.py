@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.forked import train
 from tests.end_to_end.launcher import run
 from tests.end_to_end.test_run_train import reports, working_folder
@@ -28,6 +30,7 @@ KEYS = (
 )
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_and_reports_one_trajectory(tmp_path):
     folder = working_folder(tmp_path)
     (folder / "my_parts.py").write_text("import os, pathlib, signal\n" + PARTS.read_text() + KILLING)

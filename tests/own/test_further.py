@@ -280,6 +280,7 @@ def test_a_model_that_loops_over_its_blocks_has_mtp_modules():
 # ---------------------------------------------------------------------------------------------------------------- predictions
 
 
+@pytest.mark.slow
 def test_predicted_and_reported_flops_count_projections_blocks_and_head_of_mtp_modules():
     plain, config = (configured({"dp_shard": 2}, training={"predict_further": depths}) for depths in (0, DEPTHS))
     without, found = (predict(each, 2, "cpu") for each in (plain, config))

@@ -10,6 +10,7 @@ from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import config_of
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, resumes_once, run, stored
 from tests.distributed.test_variants import MOE, SPLIT
+from tests.repetitions import slow_but
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -174,7 +175,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any], list[dict[str, Any]]]] =
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", slow_but(["2 x 2, a whole block and the embedding", "ep 2, experts"], MESHES))
 def test_losses_and_gradients_are_those_of_one_process_and_frozen_ones_have_none(pools, name):
     degrees, keys, groups = MESHES[name]
     keys = {**keys, "optimizer": {"groups": groups}, "training": {"steps": 3, **keys.get("training", {})}}
@@ -189,6 +190,7 @@ def test_losses_and_gradients_are_those_of_one_process_and_frozen_ones_have_none
 # -------------------------------------------------------------------------------------------------------------- resumes
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoint_has_no_state_of_frozen_parameters(pools, tmp_path):
     keys = {"optimizer": {"groups": GROUPS}}
     found = resumes_once(pools, TWO_BY_TWO, tmp_path, **keys)

@@ -38,6 +38,7 @@ def watched_run(degrees: Degrees, folder: Path) -> list[str]:
     return watching.CALLS
 
 
+@pytest.mark.slow
 def test_metrics_and_hooks_work_on_every_mesh(pools, tmp_path):
     found: dict[str, list[dict[str, Any]]] = {}
     for name, degrees in {"one": ONE, "2 x 2": TWO_BY_TWO, "cp 2": {"cp": 2}, "stages": STAGES}.items():

@@ -46,6 +46,7 @@ def run(monkeypatch, *words: str) -> None:
     tool.main()
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_an_entry_with_which_plan_finds_a_mesh(tmp_path, monkeypatch, capsys):
     file = str(tmp_path / "cpu.toml")
     run(monkeypatch, "--calibrate", file, "--ranks", "2", "--minutes", "0.01")

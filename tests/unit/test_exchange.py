@@ -96,7 +96,8 @@ def layouts() -> list[Layout]:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_each_expert_of_a_token_is_computed_once_and_no_rank_receives_more_than_fits(routing):
-    for seed, layout in enumerate(layouts()):
+    every = list(enumerate(layouts()))
+    for seed, layout in every[ROUTINGS.index(routing) % 3 :: 3]:  # each of them with two routings
         chosen = chosen_of(routing, layout, torch.Generator().manual_seed(seed))
         counts = counts_of(chosen, layout)
         of_ranks = [chunks(each, layout, rank) for rank, each in enumerate(counts)]

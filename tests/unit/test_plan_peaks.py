@@ -50,7 +50,7 @@ def peaks(config: Config, ranks: int) -> dict[str, int]:
     return watch.peaks
 
 
-@pytest.mark.parametrize("name", slow_but(["one process", "shard 2, three microbatches"], CASES))
+@pytest.mark.parametrize("name", slow_but(["shard 2, three microbatches"], CASES))
 def test_each_phase_holds_what_is_predicted_of_it(name):
     config = CASES[name].config()
     with simulated_ranks(CASES[name].ranks):

@@ -197,6 +197,7 @@ def test_a_fault_that_every_mesh_has_is_one_of_the_configuration(monkeypatch):
         tool.main()
 
 
+@pytest.mark.slow
 def test_the_error_that_is_printed_is_the_score(monkeypatch):
     shapes: dict[tuple[str, int], Shape] = {}
 

@@ -92,8 +92,14 @@ def counted() -> list[int]:
 
 
 @pytest.mark.skipif(BEFORE_2_13, reason="2.11's partitioner fails with grouped queries")
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("model", ["llama3:8b", "olmo2:7b", "gemma3:4b"])
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        ("gemma3:4b", "selective"),
+        *(pytest.param("llama3:8b", mode, marks=pytest.mark.slow) for mode in ("none", "selective")),
+        pytest.param("olmo2:7b", "none", marks=pytest.mark.slow),
+    ],
+)
 def test_the_elementwise_bytes_of_a_block_are_those_of_its_fused_kernels(model, recompute, counted):
     name, flavor = model.split(":")
     training = {"seq_len": TOKENS, "local_batch_size": 1, "global_batch_size": 1, "dtype": "bfloat16"}

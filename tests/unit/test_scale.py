@@ -8,7 +8,7 @@ import torch
 from tests import sparse_set
 
 
-@pytest.mark.parametrize("mask", [False, True], ids=["pack", "document mask"])
+@pytest.mark.parametrize("mask", [pytest.param(False, marks=pytest.mark.slow), True], ids=["pack", "document mask"])
 def test_a_trillion_tokens_open_and_a_far_step_is_found_in_bounded_memory(tmp_path, assets, mask):
     """The limits are 2 s, 1 s and 500 MB; benchmarks/data.py measures the times."""
     (tmp_path / "set").mkdir()
