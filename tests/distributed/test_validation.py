@@ -47,7 +47,7 @@ def reference(pools, tmp_path_factory) -> list[dict]:
     return run(pools, {}, tmp_path_factory.mktemp("one"), validation=ALL)
 
 
-@pytest.mark.parametrize("degrees", [pytest.param(MESHES[0], marks=pytest.mark.slow), *MESHES[1:]], ids=str)
+@pytest.mark.parametrize("degrees", [*MESHES[:2], pytest.param(MESHES[2], marks=pytest.mark.slow)], ids=str)
 def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tmp_path, reference, degrees):
     found = run(pools, degrees, tmp_path, validation=ALL)
     for key in ("validation_loss", "validation_bits_per_byte"):

@@ -53,7 +53,8 @@ RECIPES = {
 }
 FEW = ("llama_debug", "llama_8b")  # in `make test`
 # in a campaign: families and features that other recipes have
-REPEATED = ("llama_1b", "llama_3b", "llama_8b_hsdp", "llama_8b_sft", "llama_8b_lora_80gb", "qwen3_8b_128k", "olmoe_7b")
+REPEATED = ("llama_124m", "llama_1b", "llama_1b_muon", "llama_3b", "llama_8b_float8", "llama_8b_hsdp", "llama_8b_sft")
+REPEATED += ("llama_8b_lora_80gb", "qwen3_8b_128k", "mixtral_8x7b", "olmoe_7b")
 PIPELINES = ("llama_405b", "deepseek_v3")  # whose ranks hold different shares, and whole gradients of them
 BYTES = {"llama_8b_1gpu": 8}  # of a parameter with its gradient and two moments; 16 in the others, all float32
 SHARDS = {"llama_8b_hsdp": 8}  # over how many ranks; over all in the others
