@@ -3,6 +3,7 @@
 import pytest
 
 from tests.end_to_end.test_check_model import failed, not_run, pooled, table, trained  # noqa: F401
+from tests.repetitions import campaign_but
 from titanlite.verify.compare import compare
 from titanlite.verify.table import BEHAVIOR, COMPILED, DOCUMENTS, RECOMPUTED, ROWS, TRAINED
 
@@ -20,11 +21,12 @@ FORKS = [
     "shared_attention",
 ]
 OF_CODE = (TRAINED, *BEHAVIOR, RECOMPUTED, COMPILED, "2 x 2", "context 2", "pipeline 2")
+# in `make test-all`; the others in a campaign
+OFTEN = ("own_router", "dense_mixture", "linear_attention", "routed_by_choice", "shared_attention")
 every_fork = pytest.mark.parametrize("fork", FORKS)
 
 
-@pytest.mark.slow
-@every_fork
+@pytest.mark.parametrize("fork", campaign_but((), OFTEN, FORKS))
 def test_a_right_fork_passes_every_row(fork):
     """The first one every row; the others those that depend on their code."""
     rows = table(f"tests.forks.right.{fork}", *() if fork == FORKS[0] else OF_CODE)
