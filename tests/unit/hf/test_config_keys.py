@@ -147,7 +147,10 @@ def attack(folder: Path, name: str, share: float) -> tuple[int, int, list[str]]:
     return equal, refused, wrong
 
 
-@pytest.mark.parametrize("share", [0.04, pytest.param(0.2, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.campaign)])
+SHARES = [0.04, pytest.param(0.2, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.campaign)]
+
+
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_changed_key_gives_the_logits_of_transformers_or_is_refused(tmp_path, name, share):
     equal, refused, wrong = attack(tmp_path, name, share)
