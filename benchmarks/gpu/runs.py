@@ -63,8 +63,9 @@ def _operations(run: Run, setting: RunIdentity) -> list[str]:
 
 
 def _throughput(run: Run, setting: RunIdentity) -> list[str]:
-    tiny = "--device cpu --peers plain --model llama3:debug --vocab 512 --batch 1 --seq 32 --rounds 1 --steps 2 --no-warm"
-    words = f"{tiny} --check-steps 2 --titanlite '--compile.enable false'" if setting.rehearse else run.options["words"]
+    tiny = "--device cpu --peers plain --model llama3:debug --vocab 512 --batch 1 --seq 32 --rounds 1 --steps 2 --no-warm "
+    tiny += "--precision float32 --check-steps 2 --titanlite '--compile.enable false'"  # some CPUs lack bfloat16's instructions
+    words = tiny if setting.rehearse else run.options["words"]
     return [sys.executable, "-m", "benchmarks.throughput", *shlex.split(words), "--output", f"{_FOLDER}/throughput.json"]
 
 
