@@ -166,11 +166,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no item after so many minutes")
     parser.add_argument("--again", action="store_true")
     words = parser.parse_args()
-    if words.part == "mutants":
-        os.execv(sys.executable, [sys.executable, "-m", "tests.mutations.score", "--suite", *["--again"] * words.again])
-    if words.part == "tests":
-        options = ["-q", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-k", words.only]
-        os.execv(sys.executable, [sys.executable, "-m", "pytest", *options, "-m", "campaign"])
+    if words.part in ("mutants", "tests"):
+        only = ["-k", words.only] if words.only else []
+        if words.minutes < float("inf") or (only if words.part == "mutants" else words.again):
+            parser.error("mutants has --again, and tests has --only; they have no other option")
+        tests = ["pytest", "-q", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "campaign", *only]
+        mutants = ["tests.mutations.score", "--suite", *["--again"] * words.again]
+        os.execv(sys.executable, [sys.executable, "-m", *(tests if words.part == "tests" else mutants)])
     path, started, broken = RESULTS / f"{words.part}.md", time.monotonic(), 0
     done = begin(path, words.part, words.again, words.only)
     for name, play in PARTS[words.part]().items():
