@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+IN_MAKE_TEST = "not slow and not campaign"  # as in the Makefile, for `pytest -m`
+
 
 def slow_but(kept: Collection[str], names: Iterable[str]) -> list[Any]:
     """Parameters of a test: the names; those that are not kept are marked slow."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from tests import disturbed
 from tests.campaigns import Report, verdicts
 from tests.mutations.private_copy import copy_tree
+from tests.repetitions import IN_MAKE_TEST
 
 ROOT = Path(__file__).parents[2]
 _ORDINARY = ("unshare", "--user", "--map-user=1000", "--map-group=1000")  # files belong to the user outside
@@ -121,7 +122,7 @@ def run(folder: Path, variant: Variant, targets: Sequence[str]) -> tuple[int, st
     dropped = {name for each in VARIANTS.values() for name in each.variables}
     dropped |= {name for name in os.environ if name.startswith("PYTEST_")}  # set by a test that runs this
     environment = {name: value for name, value in os.environ.items() if name not in dropped} | own | variant.variables
-    options = ["-q", "-m", "not slow and not campaign", "-p", "tests.campaigns.verdicts", "-p", "no:cacheprovider"]
+    options = ["-q", "-m", IN_MAKE_TEST, "-p", "tests.campaigns.verdicts", "-p", "no:cacheprovider"]
     options += variant.options
     if disturbed.VARIABLE in variant.variables:
         options.append(_EXACT_WEIGHTS)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutations.faults import ROOT, Fault, with_fault
+from tests.repetitions import IN_MAKE_TEST
 
 _NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info", ".*_cache")
 # Seconds, on a busy machine: a fault makes some tests hang.
@@ -65,7 +66,7 @@ class Copy:
     def failing(self, targets: Sequence[str]) -> list[str]:
         """The first failing test of these files or tests; the targets themselves if pytest does not end, or cannot start."""
         shutil.rmtree(self._of_pytest, ignore_errors=True)
-        options = ["-x", "-q", f"--timeout={_TEST}", "-m", "not slow and not campaign", "-o", f"cache_dir={self._of_pytest}"]
+        options = ["-x", "-q", f"--timeout={_TEST}", "-m", IN_MAKE_TEST, "-o", f"cache_dir={self._of_pytest}"]
         answer = self._python(["pytest", *options, *targets], _TEST_FILE)
         failed = self._of_pytest / "v/cache/lastfailed"
         if answer.code:

@@ -10,9 +10,9 @@ from tests import block_graphs
 from tests.block_graphs import EXPLICIT, HIDDEN, drawn
 from tests.distributed.scenarios import config_of
 from titanlite.loop.checks import check
-from titanlite.parallel import dataflow
+from titanlite.parallel import dataflow, pipeline
 from titanlite.parallel.dataflow import Replay, not_carried, trace
-from titanlite.registry.family import Family, family_names, load_family, load_module
+from titanlite.registry.family import Family, family_names, family_of, load_family, load_module
 
 # way: (a word of the reason, the line that it names, a part of that line's text)
 REFUSED = {
@@ -86,6 +86,17 @@ def test_a_start_refuses_state_that_is_left_in_python(tmp_path):
     with pytest.raises(ValueError, match=r"layers\.3 uses a tensor that is none") as error:
         check(config, "my.toml", 2, open_files=False)
     assert "block_graphs.py, line " in str(error.value)
+
+
+def test_whole_numbers_between_stages_are_refused_before_pytorch_2_13(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "BEFORE_2_13", True)
+    batch = {"global_batch_size": 8, "local_batch_size": 1}
+    for uses, refused in (("2 value 0", False), ("2 integers 0", True)):
+        model = {"name": "tests.block_graphs", "overrides": {"graph": uses}}
+        config = config_of({"pp": 2}, "deep", model=model, training=batch, job={"dump_folder": str(tmp_path)})
+        family = family_of(config.model)
+        found = [*pipeline.faults(config, family, family.on_meta())]
+        assert any("whole numbers of earlier stages" in fault for fault in found) == refused, found
 
 
 def test_a_forward_pass_that_depends_on_data_is_an_error_while_it_runs():
