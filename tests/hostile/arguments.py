@@ -18,18 +18,20 @@ from titanlite.__main__ import COMMANDS
 from titanlite.ground import errors
 from titanlite.launch import stacks
 from titanlite.tools import options
-from titanlite.tools.options import Real, WholeNumber, existing_folder, existing_path, new_path, nonempty
+from titanlite.tools.options import Real, WholeNumber, existing_folder, existing_path, new_file, new_path, nonempty
 
 _NO_NUMBERS = ("", " ", "nan", "inf", "-1", "-0", "x", "0x10", "1_0", "+1", "\u0663", "1e", "e3", "1e400", "1e-320", "9" * 5000)
 _NO_TEXT = ("", " ", "a\0b", "x" * 5000)
 _NO_PATHS = (*_NO_TEXT, "x" * 300, "file.txt/x", "loop/x")
+_NOTHING_NEW = (*_NO_PATHS, ".", "..", "/", "a/..", "/proc/x", "/dev/null/x", "/sys/x")
 WRONG: dict[Any, tuple[str, ...]] = {
     nonempty: _NO_TEXT,
     existing_path: (*_NO_PATHS, "nowhere", "loop"),
     existing_folder: (*_NO_PATHS, "nowhere", "loop", "file.txt", "/dev/null"),
-    new_path: (*_NO_PATHS, ".", "..", "/", "a/..", "/proc/x", "/dev/null/x", "/sys/x"),
+    new_path: _NOTHING_NEW,
+    new_file: (*_NOTHING_NEW, "folder", "nowhere/x"),
 }
-RIGHT = {nonempty: "run.toml", existing_path: "run.toml", existing_folder: "folder", new_path: "new", str: "x"}
+RIGHT = {nonempty: "run.toml", existing_path: "run.toml", existing_folder: "folder", new_path: "new", new_file: "new", str: "x"}
 # Texts that a kind accepts but that name nothing in the folder: no library's own error may appear for them.
 TEXTS = (
     *("hub:", "hub:::", "hub:a b", "://", "s3://", "*[", "[", "..", "~", "%s", "-", ".a", "no.module", "\udcff"),
@@ -162,9 +164,9 @@ def cases(seed: int) -> Iterator[Case]:
             assert action.type is str or wrong(action.type), f"{' '.join(before)}: {action.dest} has no kind"
             kind = type(action.type) if isinstance(action.type, WholeNumber | Real) else action.type
             label = action.option_strings[0] if action.option_strings else action.dest
-            values = [(value, re.escape(label)) for value in drawn(kind, wrong(action.type))]
-            values += [(value, "") for value in (drawn(f"texts of {kind}", TEXTS) if kind in (nonempty, str) else ())]
-            for value, names in values:
-                words = [*before, *words_of(parser, action, value)]
-                name = f"{' '.join(before)} {label}={_shown(value)}"
-                yield Case(name, _within(functools.partial(run_command, *words)), names)
+            for value in drawn(kind, wrong(action.type)):  # by the parser: what the command refuses later would hide a gap
+                parse = functools.partial(parser.parse_known_args, words_of(parser, action, value))
+                yield Case(f"{' '.join(before)} {label}={_shown(value)}", _within(parse), re.escape(label))
+            for value in drawn(f"texts of {kind}", TEXTS) if kind in (nonempty, str) else ():
+                command = functools.partial(run_command, *before, *words_of(parser, action, value))
+                yield Case(f"{' '.join(before)} {label}={_shown(value)}", _within(command), "")

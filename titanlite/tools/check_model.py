@@ -25,7 +25,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Model
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import BrokenModule, Family, load_module
-from titanlite.tools.options import command_parser, new_path, nonempty
+from titanlite.tools.options import command_parser, new_file, nonempty
 from titanlite.verify.coordinates import growing, measure, picture, table
 from titanlite.verify.table import ROWS, choose_small, family_of_flavor, rows_of
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("model", type=nonempty, help="such as llama3, llama3:8b or my_models.mine:debug")
     parser.add_argument("--rows", type=nonempty, help=", ".join(ROWS))
     parser.add_argument("--coordinates", action="store_true", help="the coordinate check of muP, instead of the rows")
-    parser.add_argument("--output", type=new_path, metavar="FILE.svg", help="with --coordinates: the picture")
+    parser.add_argument("--output", type=new_file, metavar="FILE.svg", help="with --coordinates: the picture")
     known, options = parser.parse_known_args()
     if known.output is not None and not known.coordinates:
         raise UserError("--output: has an effect with --coordinates only")

@@ -24,14 +24,14 @@ from titanlite.plan.experts import Routing
 from titanlite.plan.moments import picture
 from titanlite.plan.predict import predict
 from titanlite.plan.report import fits, lines
-from titanlite.tools.options import PREDICTED, Real, config_parser, new_path, read_command
+from titanlite.tools.options import PREDICTED, Real, config_parser, new_file, read_command
 
 
 def main() -> None:
     parser = config_parser("estimate", __doc__, PREDICTED)
     parser.add_argument("--device-memory-gib", type=Real(1e-3, 1e6), default=80.0)
     parser.add_argument("--routing", choices=["balanced", "worst"])
-    parser.add_argument("--timeline", type=new_path, metavar="FILE.svg")
+    parser.add_argument("--timeline", type=new_file, metavar="FILE.svg")
     options, path, config = read_command(parser)
     if options.routing and config.parallelism.expert_parallel_degree == 1:
         raise UserError(f"--routing {options.routing}: has no effect unless parallelism.expert_parallel_degree > 1")

@@ -23,7 +23,7 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.tools.generate import inference_parser, model_source, open_as
-from titanlite.tools.options import TOKENS, WholeNumber, existing_folder, new_path, nonempty
+from titanlite.tools.options import TOKENS, WholeNumber, existing_folder, new_file, nonempty
 
 
 def main() -> None:
@@ -45,11 +45,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=WholeNumber(1, 10**9))
     parser.add_argument("--batch-size", type=WholeNumber(1, 2**16), default=8)
     parser.add_argument("--max-length", type=TOKENS)
-    parser.add_argument("--output", type=new_path)
-    options = parser.parse_args()
-    if options.output and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
-        raise UserError(f"--output {options.output}: must be a file in an existing folder")
-    return options
+    parser.add_argument("--output", type=new_file)
+    return parser.parse_args()
 
 
 def _check_tasks(options: argparse.Namespace) -> None:

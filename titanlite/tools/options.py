@@ -89,6 +89,14 @@ def new_path(word: str) -> Path:
     return path
 
 
+def new_file(word: str) -> Path:
+    """The argparse type of a file that a command writes when its work is done: it must be possible before the work begins."""
+    path = new_path(word)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise _wrong(word, "must be a file in an existing folder")
+    return path
+
+
 def _wrong(word: str, why: str | None) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{shown(word) or repr(word)}: {why}")
 

@@ -39,7 +39,7 @@ from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_o
 from titanlite.plan.time import Job
 from titanlite.plan.timeline import events
 from titanlite.registry.family import family_of
-from titanlite.tools.options import LOCAL_RANKS, PREDICTED, Real, WholeNumber, config_parser, help_of, new_path, nonempty
+from titanlite.tools.options import LOCAL_RANKS, PREDICTED, Real, WholeNumber, config_parser, help_of, new_file, nonempty
 
 _TRIED = 40  # candidates that `check` sees before the search gives up
 
@@ -57,9 +57,9 @@ def main() -> None:
     parser.add_argument("--nodes-of", type=WholeNumber(1, 1024), default=8, help="GPUs that NVLink connects")
     parser.add_argument("--objective", choices=["tokens_per_second", "memory"], default="tokens_per_second")
     parser.add_argument("--top", type=WholeNumber(1, 20), default=5)
-    parser.add_argument("--output", type=new_path, metavar="FILE.toml")
-    parser.add_argument("--trace", type=new_path, metavar="FILE.json", help="the first mesh's step, for ui.perfetto.dev")
-    parser.add_argument("--calibrate", type=new_path, metavar="FILE.toml", help="measure this machine for --device")
+    parser.add_argument("--output", type=new_file, metavar="FILE.toml")
+    parser.add_argument("--trace", type=new_file, metavar="FILE.json", help="the first mesh's step, for ui.perfetto.dev")
+    parser.add_argument("--calibrate", type=new_file, metavar="FILE.toml", help="measure this machine for --device")
     parser.add_argument("--ranks", type=LOCAL_RANKS, help="with --calibrate: processes (default: one for each GPU, or one)")
     parser.add_argument("--minutes", type=Real(0.01, 60), help="with --calibrate: of all measurements together (default: 2)")
     options, words = parser.parse_known_args()
