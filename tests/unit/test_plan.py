@@ -76,7 +76,7 @@ def test_one_process_keeps_the_activations_that_a_rank_of_a_mesh_keeps():
 def every_layer_of(model: Decoder, family: Family, config: Config) -> Layers:
     """Layers that all are run."""
     names = tuple(model.layers)
-    return Layers(names, names, {name: name for name in names}, {name: [name] for name in names})
+    return Layers(names, {name: name for name in names}, [[name] for name in names])
 
 
 def hybrid(pattern: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> Prediction:

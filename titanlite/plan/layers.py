@@ -23,16 +23,15 @@ _PLAIN = (bool, int, str, type(None))
 class Layers(NamedTuple):
     """The layers to run, by name and in the order of the model."""
 
-    whole: tuple[str, ...]
     # Every layer of the model has an equal in `few`, which comes between equals of its neighbors.
     few: tuple[str, ...]
     stands_for: dict[str, str]  # each layer of the model -> its equal in `few`
-    same: dict[str, list[str]]  # a layer of each kind of parameters -> all of that kind
+    same: list[list[str]]  # the layers of each kind of parameters
 
     @classmethod
     def of(cls, model: Decoder, family: Family, config: Config) -> "Layers":
         """model: the whole model, as it is run. What a layer does is found from its modules and from its arguments."""
-        names = tuple(model.layers)
+        names = list(model.layers)
         given, _ = run_kinds(on_meta(family, config), config.training.seq_len)
         kinds = [(_modules(model.layers[name]), _parameters(model.layers[name]), given[name]) for name in names]
         # FSDP gathers so many layers ahead, and frees a layer's buffers while the next one runs.
@@ -41,22 +40,11 @@ class Layers(NamedTuple):
         for name, (_, parameters, _) in zip(names, kinds, strict=True):
             same.setdefault(parameters, []).append(name)
         stands_for = {name: names[equal] for name, equal in zip(names, equals, strict=True)}
-        return cls(names, tuple(names[index] for index in few), stands_for, {each[0]: each for each in same.values()})
+        return cls(tuple(names[index] for index in few), stands_for, list(same.values()))
 
     def times(self, name: str) -> int:
         """How many layers of the model this one of `few` stands for."""
         return [*self.stands_for.values()].count(name)
-
-    def add_up(self, measure: Callable[[tuple[str, ...]], Any]) -> tuple[Any, list[tuple[int, Any]]]:
-        """(what is measured of one layer of each kind of parameters, [(how many more there are, the same with one more)]).
-
-        Where that would run more layers than the model has, the model itself is measured.
-        """
-        ones = {equals[0] for equals in self.same.values()}
-        if (len(ones) + 1) ** 2 > len(self.whole):
-            return measure(self.whole), []
-        several = [equals for equals in self.same.values() if len(equals) > 1]
-        return measure(tuple(ones)), [(len(equals) - 1, measure((*ones, equals[1]))) for equals in several]
 
 
 def run_kinds(model: Decoder, seq_len: int) -> tuple[dict[str, Hashable], dict[str, Counter[str]]]:

@@ -47,7 +47,7 @@ def through_layers(layers: Layers, held: MicrobatchMemory, states: MemoryEstimat
     further = [name for name in held.kept if name not in layers.few]  # depths, which run after all layers
     few, whole, names = (
         ("embed", *each, *further, "head")
-        for each in (layers.few, [layers.stands_for[name] for name in layers.whole], [f"layers.{n}" for n in layers.whole])
+        for each in (layers.few, layers.stands_for.values(), [f"layers.{name}" for name in layers.stands_for])
     )
     moments = []
     blocks = range(len(names) - 1)

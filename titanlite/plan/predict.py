@@ -5,7 +5,6 @@ each layer that is equal to one of them. Only Muon updates the whole model.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -128,7 +127,7 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
     ]
     if offload:
         moments = [each._replace(memory=each.memory._replace(masters=0, gradients=0, moments=0)) for each in moments]
-    host = sum(on_host[layers.stands_for[name]] for name in layers.whole)
+    host = sum(on_host[equal] for equal in layers.stands_for.values())
     return Prediction(parameters, moments, added(passes, update.work), host)
 
 
@@ -208,7 +207,7 @@ def moments_of(
     gathered = DTYPES[training.mixed_precision_param].itemsize * unsharded(config, whole, share, frozen=True)
     always = gathered + 2 * max(map(size_of, received))  # what arrives and leaves meanwhile
     layers = part_of(measured.layers, share)
-    of_layers = sum(held.kept[layers.stands_for[name]] for name in layers.whole)
+    of_layers = sum(held.kept[equal] for equal in layers.stands_for.values())
     passes = through_layers(layers, held, MemoryEstimate(0, 0, 0, 0, 0))
 
     def working(phase: str) -> int:
@@ -254,8 +253,7 @@ def work_of(
 
 def part_of(layers: Layers, share: StageAssignment) -> Layers:
     """The layers of a rank of a pipeline; all of the few are still run."""
-    names = tuple(name for blocks in share.stages.values() for name in blocks)
-    return layers._replace(whole=names, stands_for={name: layers.stands_for[name] for name in names})
+    return layers._replace(stands_for={name: layers.stands_for[name] for blocks in share.stages.values() for name in blocks})
 
 
 def compiler_decides(config: Config) -> bool:
@@ -293,15 +291,17 @@ def offloaded(held: MicrobatchMemory) -> MicrobatchMemory:
 
 
 def whole_update(layers: Layers, setup: Setup) -> Update:
-    """The update of the whole model, from those of one layer of each kind, and of one more."""
-    measure = partial(measure_update, setup)
-    if setup.config.optimizer.name == "Muon":  # which sends matrices in buckets, of which a few layers do not fill one
-        return measure(layers.whole)
-    ones, others = layers.add_up(measure)
-
-    def extended(ones: int, *with_one_more: int) -> int:
-        return ones + sum(count * (more - ones) for (count, _), more in zip(others, with_one_more, strict=True))
-
-    every = ones, *(one_more for _, one_more in others)
-    state, working = (extended(*numbers) for numbers in zip(*((each.state, each.working) for each in every), strict=True))
-    return Update(state, working, combine(extended, *(each.work for each in every)))
+    """The update of the whole model, from those of one layer of each kind of parameters, and of one more of each."""
+    ones = [equals[0] for equals in layers.same]
+    # Muon sends matrices in buckets, of which a few layers do not fill one. And no more are run than the model has.
+    if setup.config.optimizer.name == "Muon" or (len(ones) + 1) ** 2 > len(layers.stands_for):
+        return measure_update(setup, [*layers.stands_for])
+    first = whole = measure_update(setup, ones)
+    for equals in (equals for equals in layers.same if len(equals) > 1):
+        more, count = measure_update(setup, [*ones, equals[1]]), len(equals) - 1
+        whole = Update(
+            whole.state + count * (more.state - first.state),
+            whole.working + count * (more.working - first.working),
+            combine(lambda total, one, two, count=count: total + count * (two - one), whole.work, first.work, more.work),
+        )
+    return whole
