@@ -4,7 +4,7 @@ All that a step holds, computes and sends is measured on a few layers, at least 
 each layer that is equal to one of them. Only Muon updates the whole model.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from titanlite.plan.fused import register_backend
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
 from titanlite.plan.moments import MemoryEstimate, Moment, highest, through_layers
-from titanlite.plan.record import Channel, Traffic, Work, combine
+from titanlite.plan.record import Channel, Recorder, Traffic, Work
 from titanlite.plan.step import (
     MicrobatchMemory,
     Setup,
@@ -104,13 +104,13 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
             setup = setup._replace(config=pipeline.flat(whole).model_copy(update={"compile": setup.config.compile}))
             # the first one gathers, and the last one reduces
             often = [1, microbatches - 2, 1] if microbatches > 2 else [1] * microbatches
-            parts = measure_work(setup, layers, often, kept=True)
+            recorded = measure_work(setup, layers.few, often, kept=True)
         else:
             # all microbatches but the last one are equal
-            parts = measure_work(setup, layers, [microbatches - 1, 1] if microbatches > 1 else [1])
+            recorded = measure_work(setup, layers.few, [microbatches - 1, 1] if microbatches > 1 else [1])
     if degree > 1:
-        return of_worst_rank(whole, ranks, parameters, measured, parts, flow)
-    passes = sum_of(parts, lambda scope: layers.times(scope) if scope in layers.few else 1)
+        return of_worst_rank(whole, parameters, measured, recorded, flow)
+    passes = recorded.work(lambda scope: layers.times(scope) if scope in layers.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
     deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
     accumulated = gradients if accumulates else 0
@@ -128,7 +128,7 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
     if offload:
         moments = [each._replace(memory=each.memory._replace(masters=0, gradients=0, moments=0)) for each in moments]
     host = sum(on_host[equal] for equal in layers.stands_for.values())
-    return Prediction(parameters, moments, added(passes, update.work), host)
+    return Prediction(parameters, moments, passes.plus(update.work), host)
 
 
 class Measured(NamedTuple):
@@ -147,22 +147,10 @@ class Measured(NamedTuple):
         return sum(size for name, size in sizes.items() if share.untied().has(name)) / sum(sizes.values())
 
 
-def sum_of(parts: Iterable[tuple[str, Work]], times: Callable[[str], int]) -> Work:
-    """The work of a model that has each of the few layers so many times, and the head; times("head") and times("") too."""
-    counted = [(times(scope), work) for scope, work in parts]
-    return added(*(combine(lambda number, often=often: often * number, work) for often, work in counted))
-
-
-def added(*works: Work) -> Work:
-    return combine(lambda *numbers: sum(numbers), *works)
-
-
 # ------------------------------------------------------------------------------------------------------------- a pipeline
 
 
-def of_worst_rank(
-    config: Config, ranks: int, parameters: int, measured: Measured, parts: list[tuple[str, Work]], flow: Flow
-) -> Prediction:
+def of_worst_rank(config: Config, parameters: int, measured: Measured, recorded: Recorder, flow: Flow) -> Prediction:
     """The prediction of the rank of a pipeline that holds the most. config: with the pipeline. flow: on these ranks."""
     family, degree = family_of(config.model), config.parallelism.pipeline_parallel_degree
     whole = on_meta(family, config)
@@ -180,7 +168,7 @@ def of_worst_rank(
     on_host = {number: sum(measured.on_host[equal[name]] for name in blocks) for number, blocks in stages.items()}
     host = max(kept for _, kept, _ in pipeline.held_after(order[rank], on_host, dict.fromkeys(stages, 0)))
     text = f"rank {rank} of {degree} in the pipeline, which holds the most; the bubble is {bubble:.1%} of a step"
-    return Prediction(parameters, each[rank], work_of(every[rank], degree, measured, parts, received), host, text)
+    return Prediction(parameters, each[rank], work_of(every[rank], degree, measured, recorded, received), host, text)
 
 
 def size_of(tensors: Sequence[Tensor]) -> int:
@@ -227,13 +215,11 @@ def moments_of(
     return [*moments, Moment("update", "optimizer", update)]
 
 
-def work_of(
-    share: StageAssignment, degree: int, measured: Measured, parts: list[tuple[str, Work]], received: list[list[Tensor]]
-) -> Work:
+def work_of(share: StageAssignment, degree: int, measured: Measured, recorded: Recorder, received: list[list[Tensor]]) -> Work:
     """What a rank of a pipeline computes and sends in a step; of the update, in proportion to its parameters."""
     own, part = part_of(measured.layers, share), measured.part_of(share)
     often = {"embed": int(share.embed), "head": int(share.head)}
-    passes = sum_of(parts, lambda scope: own.times(scope) if scope in own.few else often.get(scope, 1))
+    passes = recorded.work(lambda scope: own.times(scope) if scope in own.few else often.get(scope, 1))
     updated = {
         channel: Traffic(each.calls, round(each.size * part), round(each.sent * part))
         for channel, each in measured.update.work.traffic.items()
@@ -247,7 +233,7 @@ def work_of(
         size = local_bytes(dict(measured.model.named_parameters())["embed.weight"])
         messages_sent[Channel("pipeline: gradient of the tied embedding", "send", ("pp",), degree)] = 1, size
     sent = Work(0, {channel: Traffic(calls, size, size) for channel, (calls, size) in messages_sent.items()})
-    work = added(passes, Work(round(measured.update.work.flops * part), updated), sent)
+    work = passes.plus(Work(round(measured.update.work.flops * part), updated)).plus(sent)
     return work._replace(traffic={channel: each for channel, each in work.traffic.items() if each.calls})
 
 
@@ -302,6 +288,6 @@ def whole_update(layers: Layers, setup: Setup) -> Update:
         whole = Update(
             whole.state + count * (more.state - first.state),
             whole.working + count * (more.working - first.working),
-            combine(lambda total, one, two, count=count: total + count * (two - one), whole.work, first.work, more.work),
+            whole.work.plus(more.work, count).plus(first.work, -count),
         )
     return whole

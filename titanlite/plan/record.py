@@ -52,9 +52,12 @@ class Channel(NamedTuple):
 class Traffic(NamedTuple):
     """What goes through a channel in one step."""
 
-    calls: int
-    size: int  # bytes of the whole tensors: the gathered one, or what each rank contributes to a sum
-    sent: int  # bytes that this rank sends, with ring algorithms
+    calls: int = 0
+    size: int = 0  # bytes of the whole tensors: the gathered one, or what each rank contributes to a sum
+    sent: int = 0  # bytes that this rank sends, with ring algorithms
+
+    def plus(self, more: "Traffic", often: int = 1) -> "Traffic":
+        return Traffic(*(own + often * each for own, each in zip(self, more, strict=True)))
 
 
 class Work(NamedTuple):
@@ -63,13 +66,9 @@ class Work(NamedTuple):
     flops: int  # of matmuls and attention, as torch.utils.flop_counter counts them
     traffic: dict[Channel, Traffic]
 
-
-def combine(function: Callable[..., int], *works: Work) -> Work:
-    """function(number of the first, number of the second, ...) for every number."""
-    none = Traffic(0, 0, 0)
-    channels = dict.fromkeys(channel for work in works for channel in work.traffic)
-    traffic = {each: Traffic(*map(function, *(work.traffic.get(each, none) for work in works))) for each in channels}
-    return Work(function(*(work.flops for work in works)), traffic)
+    def plus(self, more: "Work", often: int = 1) -> "Work":
+        added = {key: self.traffic.get(key, Traffic()).plus(each, often) for key, each in more.traffic.items()}
+        return Work(self.flops + often * more.flops, self.traffic | added)
 
 
 def ring_bytes(kind: str, size: int, ranks: int) -> int:
@@ -80,18 +79,24 @@ def ring_bytes(kind: str, size: int, ranks: int) -> int:
 class Recorder(TorchDispatchMode):
     """Sums the FLOPs and the collectives of all operations while it is active. Groups of one rank send nothing.
 
-    slices: of `mesh_slices`. routing: of rows to experts that are split over ranks.
+    slices: of `mesh_slices`. routing: of rows to experts that are split over ranks. What follows happens in the part `scope` of
+    the program, and counts `often` times.
     """
 
     def __init__(self, slices: dict[tuple[str, ...], set[int]], routing: experts.Routing = "balanced") -> None:
         super().__init__()
-        self._flops, self._slices, self._routing = 0, slices, routing
-        self._traffic: dict[Channel, Traffic] = {}
+        self._slices, self._routing = slices, routing
+        self.scope, self.often = "", 1
+        self._flops: Counter[str] = Counter()  # by scope
+        self._traffic: dict[tuple[str, Channel], Traffic] = {}  # by scope too
         self._labels: list[str] = []  # of torch.profiler.record_function, innermost last
 
-    def work(self) -> Work:
-        """What has been recorded so far."""
-        return Work(self._flops, dict(self._traffic))
+    def work(self, times: Callable[[str], int] = lambda _: 1) -> Work:
+        """What has been recorded, that of each scope so many times."""
+        traffic: dict[Channel, Traffic] = {}
+        for (scope, channel), each in self._traffic.items():
+            traffic[channel] = traffic.get(channel, Traffic()).plus(each, times(scope))
+        return Work(sum(times(scope) * flops for scope, flops in self._flops.items()), traffic)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -110,11 +115,11 @@ class Recorder(TorchDispatchMode):
             elif self._labels:
                 self._labels.pop()
         elif messages := experts.messages(operation, given, self._routing):
-            self._flops += experts.flops(operation, given, self._routing)
+            self._flops[self.scope] += self.often * experts.flops(operation, given, self._routing)
             for what, group_name, calls, size, sent in messages:
                 self._add(group_name, what, "all-to-all", Traffic(calls, size, sent))
         elif formula := _FORMULAS.get(packet(operation)) or flop_registry.get(packet(operation)):
-            self._flops += formula(*args, **kwargs, out_val=result)
+            self._flops[self.scope] += self.often * formula(*args, **kwargs, out_val=result)
         elif group is not None:
             self._count(schema(operation).name, given, group, result)
         return result
@@ -135,8 +140,8 @@ class Recorder(TorchDispatchMode):
     def _add(self, group: Any, sender: str, kind: str, more: Traffic) -> None:
         members = _members(group)
         over = next(names for names, ranks in self._slices.items() if ranks.issuperset(members))
-        channel = Channel(sender, kind, over, len(members))
-        self._traffic[channel] = Traffic(*map(sum, zip(self._traffic.get(channel, (0, 0, 0)), more, strict=True)))
+        key = self.scope, Channel(sender, kind, over, len(members))
+        self._traffic[key] = self._traffic.get(key, Traffic()).plus(more, self.often)
 
     def _sender(self) -> str:
         for label in reversed(self._labels):

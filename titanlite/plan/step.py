@@ -32,8 +32,7 @@ from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.experts import Routing
-from titanlite.plan.layers import Layers
-from titanlite.plan.record import Allocations, Recorder, Work, combine, mesh_slices
+from titanlite.plan.record import Allocations, Recorder, Work, mesh_slices
 from titanlite.registry.family import Family
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
@@ -112,24 +111,21 @@ def measure_memory(setup: Setup, layers: Sequence[str], accumulates: bool) -> Mi
     )
 
 
-def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: bool = False) -> list[tuple[str, Work]]:
-    """What the forward and backward passes of a step of the few layers compute and send, by scopes of the program.
+def measure_work(setup: Setup, layers: Sequence[str], often_run: Sequence[int], kept: bool = False) -> Recorder:
+    """Records what the forward and backward passes of a step of these layers compute and send, by scopes of the program.
 
     A scope is one of the layers or an MTP module, "embed", FURTHER, "head", or "" before the first microbatch.
     often_run: for each microbatch that is run, for how many of a step it stands. kept: parameters stay gathered until the end.
     """
-    model, recorder = _with_teacher(setup, layers.few), Recorder(mesh_slices(setup.mesh), setup.routing)
-    begun: list[tuple[str, int, Work]] = []  # (scope, microbatches that this stands for, what had been recorded by then)
+    model, recorder = _with_teacher(setup, layers), Recorder(mesh_slices(setup.mesh), setup.routing)
     microbatches = iter(often_run)
-    often = 1
 
     def enter_microbatch(*_: Any) -> None:
-        nonlocal often
-        often = next(microbatches)
+        recorder.often = next(microbatches)
         enter("embed")
 
     def enter(scope: str, _: str = "") -> None:
-        begun.append((scope, often, recorder.work()))
+        recorder.scope = scope
 
     _announce(model, enter)
     first = model if model.teacher is None else model.teacher.model
@@ -140,13 +136,8 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
         if kept and isinstance(model, FSDPModule):
             model.set_reshard_after_backward(False)
         with recorder:
-            enter("")
             _forward_backward(model, setup, len(often_run))
-    ends = [work for _, _, work in begun[1:]] + [recorder.work()]
-    return [
-        (scope, combine(lambda start, end, times=times: times * (end - start), start, end))
-        for (scope, times, start), end in zip(begun, ends, strict=True)
-    ]
+    return recorder
 
 
 def _announce(model: Decoder, enter: Callable[[str, str], None]) -> None:
