@@ -19,7 +19,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,13 +42,6 @@ from titanlite.registry.family import family_of
 from titanlite.tools.options import LOCAL_RANKS, PREDICTED, Real, WholeNumber, config_parser, help_of, new_file, nonempty
 
 _TRIED = 40  # candidates that `check` sees before the search gives up
-
-
-class Winner(NamedTuple):
-    """A candidate that is sound. measured: bytes by `estimate`, for the first one."""
-
-    candidate: Candidate
-    measured: int | None
 
 
 def main() -> None:
@@ -85,9 +78,9 @@ def main() -> None:
         values = config.model_dump()
         by_option = [key.split(".") for key, layer in config.layers.items() if layer == OPTION]
         kept = {f"{section}.{name}": value for section, name in by_option if (value := values[section][name]) is not None}
-        write(options.output, path, kept | keys_of(winners[0].candidate.choice))
+        write(options.output, path, kept | keys_of(winners[0].choice))
     if options.trace:
-        trace = {"traceEvents": events(job, winners[0].candidate.choice), "displayTimeUnit": "ms"}
+        trace = {"traceEvents": events(job, winners[0].choice), "displayTimeUnit": "ms"}
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
     print("\n".join(lines(winners, config, job, options.gpus, options.device, len(refused))))
 
@@ -117,12 +110,12 @@ def read_job(config: Config, device: str, node: int) -> Job:
 
 def sound(
     found: list[Candidate], path: str, words: list[str], ranks: int, job: Job, top: int
-) -> tuple[list[Winner], list[str]]:
+) -> tuple[list[Candidate], list[str]]:
     """(the first candidates that `check` accepts, of which the first fits by `estimate`; why others are refused).
 
     Raises Faults for those that all candidates have: they are of the configuration, not of a mesh.
     """
-    winners: list[Winner] = []
+    winners: list[Candidate] = []
     refused: list[str] = []
     faulty: list[Faults] = []
     on_cpu = job.device.cpu_ranks > 0
@@ -141,7 +134,7 @@ def sound(
             if measured + job.device.reserve > job.device.memory_gib * GIB:
                 refused.append(f"{name_of(candidate.choice)}: takes {measured / GIB:.0f} GiB by titanlite estimate")
                 continue
-        winners.append(Winner(candidate, measured))
+        winners.append(candidate._replace(measured=measured))
         if len(winners) == top:
             break
     common = [fault for fault in faulty[0].faults if all(fault in each.faults for each in faulty)] if faulty else []
@@ -159,15 +152,14 @@ def predicted(config: Config, ranks: int, device_type: str) -> int:
         return running.result().memory.total
 
 
-def lines(winners: list[Winner], config: Config, job: Job, gpus: int, device: str, refused: int) -> list[str]:
-    first = winners[0].candidate
-    rate = [job.global_batch * job.seq_len / each.candidate.seconds.total / gpus for each in winners]
+def lines(winners: list[Candidate], config: Config, job: Job, gpus: int, device: str, refused: int) -> list[str]:
+    first = winners[0]
+    rate = [job.global_batch * job.seq_len / each.seconds.total / gpus for each in winners]
     flops = family_of(config.model).module.flops(family_of(config.model).config, job.seq_len)
     mfu = flops.palm * rate[0] / job.peak
     found = [f"{config.model.title} on {gpus} x {device}: seconds of a step, tokens per second and GPU, GiB of a rank"]
-    for number, (winner, speed) in enumerate(zip(winners, rate, strict=True), 1):
-        candidate = winner.candidate
-        size = f"{winner.measured / GIB:.0f}" if winner.measured else f"about {candidate.memory / GIB:.0f}"
+    for number, (candidate, speed) in enumerate(zip(winners, rate, strict=True), 1):
+        size = f"{candidate.measured / GIB:.0f}" if candidate.measured else f"about {candidate.memory / GIB:.0f}"
         numbers = f"{candidate.seconds.total:8.2f} s {speed:9,.0f} {size:>9} GiB"
         found.append(f"  {number}. {numbers}  {name_of(candidate.choice)}: {why(candidate)}")
     words = " ".join(f"--{key} {value}" for key, value in keys_of(first.choice).items())
