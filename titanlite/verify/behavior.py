@@ -6,6 +6,7 @@ sentences. A fault names the first module, in the order of the forward pass, who
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,7 @@ class ForwardPass(NamedTuple):
 
     seq: SeqInfo
     results: dict[str, Tensor]  # those of shape (batch, seq, ...), by module, in the order of the forward pass; and INPUTs
+    running: list[str]  # the modules that are running, the innermost last
 
 
 @contextlib.contextmanager
@@ -80,22 +82,24 @@ def recording(model: nn.Module) -> Iterator[list[ForwardPass]]:
     calls: list[ForwardPass] = []
 
     def begin(_module: nn.Module, arguments: Any) -> None:
-        calls.append(ForwardPass(arguments[1], {}))
+        calls.append(ForwardPass(arguments[1], {}, []))
 
     def keep(name: str, value: Any) -> None:
         # the head runs after the model, and is a part of the last call
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == calls[-1].seq.positions.shape:
             calls[-1].results[name] = value.detach().float()
 
-    def before(path: str) -> Any:
-        return lambda _module, arguments: keep(f"{path}.{INPUT}", arguments[0] if arguments else None)
+    def enter(path: str, _module: nn.Module, arguments: Any) -> None:
+        calls[-1].running.append(path)
+        keep(f"{path}.{INPUT}", arguments[0] if arguments else None)
 
-    def after(path: str) -> Any:
-        return lambda _module, _arguments, result: keep(path, result)
+    def leave(path: str, _module: nn.Module, _arguments: Any, result: Any) -> None:
+        calls[-1].running.pop()
+        keep(path, result)
 
     handles = [model.register_forward_pre_hook(begin)]
     for path, module in model.named_modules():
-        handles += [module.register_forward_pre_hook(before(path)), module.register_forward_hook(after(path))]
+        handles += [module.register_forward_pre_hook(partial(enter, path)), module.register_forward_hook(partial(leave, path))]
     try:
         yield calls
     finally:
@@ -322,10 +326,11 @@ def _pass(family: Family, how: str, before: list[Tensor]) -> Precise:
     of_kernels = _RoundedAttention() if how == "rounded" else contextlib.nullcontext()
     with recording(model) as calls, of_kernels:
 
-        def note(path: str, scores: Tensor) -> None:
+        def note(scores: Tensor) -> None:
+            path = calls[0].running[-1] if calls[0].running else ""
             calls[0].results[f"{path} {len(calls[0].results)}{SCORES}"] = scores
 
-        with Decisions(before, note, model) as decisions:
+        with Decisions(before, note) as decisions:
             loss = summed_loss(model, Batch(tokens)) / tokens[:, 1:].numel()
         loss.backward()
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}

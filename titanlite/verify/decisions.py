@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 # function -> the index of `dim` among its arguments, and what it is by default; of those that return a tensor and indices, or
@@ -29,21 +29,13 @@ _COMPARISONS = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "les
 class Decisions(TorchFunctionMode):
     """Within it, a model makes the choices of an earlier pass.
 
-    before: the outcomes of the earlier pass, in order; [] for the first pass. made: those of this pass. note: gets the path of
-    the module that chooses, and its scores in float32, less their mean where it chooses among them: the mean decides nothing.
+    before: the outcomes of the earlier pass, in order; [] for the first pass. made: those of this pass. note: gets the scores
+    of each choice in float32, less their mean where the model chooses among them: the mean decides nothing.
     """
 
-    def __init__(self, before: list[Tensor], note: Callable[[str, Tensor], None], model: nn.Module):
+    def __init__(self, before: list[Tensor], note: Callable[[Tensor], None]):
         super().__init__()
         self.before, self.note, self.made = before, note, list[Tensor]()
-        self._running: list[str] = []  # modules, the innermost last
-
-        def leave(_module: nn.Module, _arguments: Any, _result: Any) -> None:
-            self._running.pop()
-
-        for path, module in model.named_modules():
-            module.register_forward_pre_hook(lambda _module, _arguments, path=path: self._running.append(path))
-            module.register_forward_hook(leave)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,7 +64,7 @@ class Decisions(TorchFunctionMode):
         if index < len(self.before) and self.before[index].shape == outcome.shape:
             outcome = self.before[index]
         self.made.append(outcome)
-        self.note(self._running[-1] if self._running else "", scores)
+        self.note(scores)
         return outcome
 
 
