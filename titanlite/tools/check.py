@@ -19,8 +19,7 @@ def main() -> None:
     """Exit code 0 for a valid configuration, 2 for one with faults."""
     parser = config_parser("check", __doc__)
     parser.add_argument("--local-ranks", type=WholeNumber(1, 1024))
-    options = parser.parse_known_args()[0]
-    _, path, config = read_command(parser)
+    options, path, config = read_command(parser)
     import torch  # imported late: a fault in the file needs no torch
 
     if notes := check_here(config, path, options.ranks, options.local_ranks):

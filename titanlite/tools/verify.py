@@ -51,7 +51,7 @@ def main() -> None:
     meshes = checked(path, given, config)
     open_data(config, vocabulary_of(config.model))  # fills the cache for the ranks
     first, *others = meshes
-    reference = _run(_record_with_noise, *first)
+    reference = _run(_record, *first, True)
     runs = [reference, *(_run(_record, *each) for each in others)]
     comparisons = [compare(run, reference) for run in runs]
     print(f"{config.model.title}, {config.training.steps} steps in float32, each mesh compared with the first")
@@ -121,22 +121,20 @@ def _print_row(degrees: dict[str, int], comparison: Comparison, verdict: str) ->
     print(f"{name:<28} {weights:<9} {batches:<9} {loss.size:<9.1e} {norms:<17} {gradient.size:.1e} {gradient.where}{verdict}")
 
 
-def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int]) -> Any:
+def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int], *more: Any) -> Any:
     """The result of a function on a mesh of processes on this machine. Raises UserError, with the mesh, for an error there."""
     timeout = config.comm.init_timeout_seconds
     try:
-        return on_ranks(ranks_of(degrees), function, config, degrees, timeout_seconds=timeout)
+        return on_ranks(ranks_of(degrees), function, config, degrees, *more, timeout_seconds=timeout)
     except UserError as error:
         raise UserError(f"mesh {_name(degrees)}: {error}") from None
 
 
-def _record(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    return record(config, open_data(config, vocabulary_of(config.model)), build_mesh(degrees, device.type), device)
-
-
-def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
+def _record(device: torch.device, config: Config, degrees: dict[str, int], with_noise: bool = False) -> Trajectory:
     data, mesh = open_data(config, vocabulary_of(config.model)), build_mesh(degrees, device.type)
     trajectory = record(config, data, mesh, device)
+    if not with_noise:
+        return trajectory
     batch = next(iter(batches_of(config, data, mesh)))
     return trajectory._replace(noise=noise_of(lambda: begin(config, mesh, device), batch))
 
