@@ -76,7 +76,25 @@ def ring_bytes(kind: str, size: int, ranks: int) -> int:
     return round(size * (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks)
 
 
-class Recorder(TorchDispatchMode):
+class _Observer(TorchDispatchMode):
+    """Calls `see` after each operation on plain tensors."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # it only observes: compiled blocks stay compiled
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor, for example, dispatches again on the local tensors
+        result = operation(*args, **(kwargs or {}))
+        self.see(operation, args, kwargs or {}, result)
+        return result
+
+    def see(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        raise NotImplementedError
+
+
+class Recorder(_Observer):
     """Sums the FLOPs and the collectives of all operations while it is active. Groups of one rank send nothing.
 
     slices: of `mesh_slices`. routing: of rows to experts that are split over ranks. What follows happens in the part `scope` of
@@ -98,15 +116,7 @@ class Recorder(TorchDispatchMode):
             traffic[channel] = traffic.get(channel, Traffic()).plus(each, times(scope))
         return Work(sum(times(scope) * flops for scope, flops in self._flops.items()), traffic)
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # it only observes: compiled blocks stay compiled
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # a DTensor, for example, dispatches again on the local tensors
-        kwargs = kwargs or {}
-        result = operation(*args, **kwargs)
+    def see(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         given = _given(operation, args, kwargs)
         group = given.get("process_group", given.get("group_name"))
         if operation.namespace == "profiler":
@@ -122,7 +132,6 @@ class Recorder(TorchDispatchMode):
             self._flops[self.scope] += self.often * formula(*args, **kwargs, out_val=result)
         elif group is not None:
             self._count(schema(operation).name, given, group, result)
-        return result
 
     def _count(self, operation: str, given: dict[str, Any], group: Any, result: Any) -> None:
         """Adds a collective of PyTorch's."""
@@ -217,7 +226,7 @@ def in_kernel(inside: bool) -> Iterator[None]:
         _IN_KERNEL.reset(before)
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(_Observer):
     """Follows the memory of all tensors that operations return, by the scope of the program that `enter` names.
 
     Peaks include what the exchange of experts' rows allocates and frees in itself, with the worst routing.
@@ -231,24 +240,15 @@ class Allocations(TorchDispatchMode):
         # with the scope that allocated it, and the bytes that do not count
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # it only observes: compiled blocks stay compiled
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented
-        kwargs = kwargs or {}
-        result = operation(*args, **kwargs)
+    def see(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if self._paused or _IN_KERNEL.get():
-            return result
+            return
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage, number = tensor.untyped_storage(), storage_of(tensor)
                 if self._storages.get(number, (lambda: None,))[0]() is None:
                     self._storages[number] = weakref.ref(storage), self.scope, 0
         self._note(experts.temporary_bytes(operation, _given(operation, args, kwargs)))
-        return result
 
     def __enter__(self) -> Any:
         """DTensor derives placements on tensors of whole shapes, which no rank has: they do not count."""
