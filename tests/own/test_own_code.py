@@ -22,6 +22,7 @@ from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
 from titanlite.registry.own import check_trust, source_of_parts
+from titanlite.tools.verify import _record as record_of_verify
 
 METRICS = {"extra": [f"tests.own.parts:{name}" for name in ("mean_square", "logit_entropy", "head_entropy")]}
 
@@ -119,6 +120,19 @@ def test_verify_and_replay_call_the_hooks_that_change_training(pools):
     config = config_of(ONE, training={"steps": 2}, hooks={"modules": ["tests.own.watching"]})
     (calls,) = pools[1].run(f"{__name__}:followed", config=config)
     assert calls == ["after_building True", "after_step 1", "after_step 2"]
+
+
+def with_noise(config: Config) -> tuple[set[str], set[str]]:
+    """Which parameters have a gradient where `verify` trains, and where it measures rounding."""
+    recorded = record_of_verify(torch.device("cpu"), config, {}, True)
+    return {*recorded.gradients}, {*(recorded.noise or {})}
+
+
+def test_verify_measures_rounding_of_the_model_that_hooks_have_changed(pools):
+    model, hooks = {"name": "llama3", "flavor": "debug"}, {"modules": ["tests.own.freezing"]}
+    config = config_of(ONE, training={"steps": 1}, model=model, hooks=hooks)
+    ((trained, measured),) = pools[1].run(f"{__name__}:with_noise", config=config)
+    assert trained == measured and "embed.weight" not in trained
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config import effects
 from titanlite.config.effects import Hardware
@@ -32,7 +33,9 @@ from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.tools.options import STEPS, command_parser, nonempty
 from titanlite.verify.compare import (
     Comparison,
+    Run,
     Trajectory,
+    after_building,
     batches_of,
     begin,
     compare,
@@ -136,14 +139,19 @@ def _record(device: torch.device, config: Config, degrees: dict[str, int], with_
     if not with_noise:
         return trajectory
     batch = next(iter(batches_of(config, data, mesh)))
-    return trajectory._replace(noise=noise_of(lambda: begin(config, mesh, device), batch))
+    return trajectory._replace(noise=noise_of(functools.partial(_begun, config, mesh, device), batch))
+
+
+def _begun(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
+    """A run before its first step, with what the user's hooks have changed in its model."""
+    return after_building(begin(config, mesh, device))
 
 
 def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) -> dict[str, Tensor]:
     """The gradients of the first step, in float64."""
     config, mesh = replaced(config, **FLOAT64), build_mesh(degrees, device.type)
     data = open_data(config, vocabulary_of(config.model))
-    return gradients_in_float64(lambda: begin(config, mesh, device), lambda _: iter(batches_of(config, data, mesh)))
+    return gradients_in_float64(functools.partial(_begun, config, mesh, device), lambda _: iter(batches_of(config, data, mesh)))
 
 
 def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:

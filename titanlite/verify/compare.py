@@ -126,10 +126,16 @@ def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
     return Run(config, mesh, device, *begin_training(family_of(config.model), config, mesh, device), Steps(mesh))
 
 
+def after_building(run: Run) -> Run:
+    """The run, after the user's own hooks that `train.py` calls once the model has its weights."""
+    OwnCode(run.config, metrics=False).call("after_building", run.model, run.config)
+    return run
+
+
 def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: range) -> Iterator[tuple[int, Batch]]:
     """Takes these steps as the training loop does. Yields (step, batch) after each backward pass, before the update."""
     training, own_code = run.config.training, OwnCode(run.config, metrics=False)
-    own_code.call("after_building", run.model, run.config)
+    after_building(run)
     for number, local_batch in zip(numbers, batches, strict=False):
         process.seed_step(training.seed, number, rng_rank(run.mesh))
         batch = local_batch.to(run.device, non_blocking=True)
