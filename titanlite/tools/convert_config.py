@@ -5,6 +5,7 @@ titanlite cannot take becomes a comment, with the reason and what replaces it. `
 for a run, such as data, a tokenizer or the model family.
 """
 
+import difflib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pkgutil import iter_modules
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 import models
 from titanlite.config.effects import Hardware
-from titanlite.config.read import KEYS, SECTIONS, suggest, toml_key, toml_value
+from titanlite.config.read import KEYS, SECTIONS, toml_key, toml_value
 from titanlite.config.schema import Config
 from titanlite.ground.errors import allowed
 from titanlite.ground.files import publish
@@ -184,7 +185,10 @@ def _reason(key: str, section: str) -> str:
     """Why titanlite has no such key, and what replaces it."""
     if instead := next((text for pattern, text in INSTEAD.items() if fnmatchcase(key, pattern)), ""):
         return instead
-    return f"no such key{suggest(key, list(KEYS))}" if section in SECTIONS else "no such section"
+    if section not in SECTIONS:
+        return "no such section"
+    close = difflib.get_close_matches(key, KEYS, n=1)
+    return f"no such key; did you mean {close[0]}?" if close else "no such key"
 
 
 def _refused(ours: dict[str, dict[str, Any]]) -> dict[str, str]:
