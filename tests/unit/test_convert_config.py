@@ -95,7 +95,7 @@ def test_a_converted_file_runs_with_paths_of_this_machine(tmp_path, name):
         ("training.seed = 2\ndebug.seed = 1", "# seed = 1  (another name of training.seed, which is set too)"),
         ("training.dataloader.num_workers = 2", "workers = 2"),
         ("metrics.log_frequency = 7", "# log_frequency = 7  (no such key; did you mean metrics.log_freq?)"),
-        ("training.zzz = 1", "# zzz = 1  (no such key)"),
+        ("job.wxyz = 1", "# wxyz = 1  (no such key)"),
         ("own.things.here = 1", "# things.here = 1  (no such section)"),
         ("[[job]]\nx = 1", "# job = [{ x = 1 }]  (no such key"),
         ("job.description = 2026-01-01", '# description = "2026-01-01"  (must be a valid string)'),
