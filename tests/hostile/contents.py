@@ -36,7 +36,7 @@ from titanlite.data.blocks import sums_of
 from titanlite.data.mixture import open_data
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.prepare import prepare
-from titanlite.data.prepare.sums import BlockWriter
+from titanlite.data.prepare.sums import write_sums
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.registry.family import vocabulary_of
 
@@ -191,11 +191,9 @@ def _put_id(folder: Path, source: str, at: int, wrong: int) -> None:
     path = folder / source / "00000.bin"
     content = bytearray(path.read_bytes())
     struct.pack_into("<H", content, 2 * at, wrong)
-    has_sums = sums_of(path).exists()
-    with contextlib.closing(BlockWriter(path)) as file:
-        file.write(content)
-    if not has_sums:
-        sums_of(path).unlink()
+    path.write_bytes(content)
+    if sums_of(path).exists():
+        write_sums(path)
 
 
 # -------------------------------------------------------------------------------------------------------------- checkpoints

@@ -4,7 +4,6 @@ import pickle
 import resource
 import struct
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from tests.token_files import write_file
 from titanlite.data.blocks import BLOCK, Array, BlockFile, sums_of
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.prepare.shards import write_index
-from titanlite.data.prepare.sums import BlockWriter
+from titanlite.data.prepare.sums import write_sums
 from titanlite.ground.errors import UserError
 
 _CODES = {1: ("B", 1), 4: ("i", 4), 5: ("q", 8), 8: ("H", 2)}  # of the ids' type -> for struct, bytes an id
@@ -254,11 +253,10 @@ def test_a_file_that_another_process_can_no_longer_map_is_named(tmp_path, damage
 
 @pytest.fixture
 def written(tmp_path) -> np.ndarray:
-    """The values of a file of two and a half blocks, written in pieces that end inside of blocks."""
+    """The values of a file of two and a half blocks."""
     values = np.random.default_rng(0).integers(0, 2**16, 5 * BLOCK // 4, dtype=np.uint16)
-    with closing(BlockWriter(tmp_path / "a.bin")) as file:
-        for piece in np.array_split(values, 7):
-            file.write(piece.data)
+    (tmp_path / "a.bin").write_bytes(values.data)
+    write_sums(tmp_path / "a.bin")
     return values
 
 

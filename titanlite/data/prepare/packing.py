@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.indexed import TokenFile
-from titanlite.data.prepare.sums import BlockWriter
+from titanlite.data.prepare.sums import write_sums
 
 
 def pack_file(prefix: Path, seq_len: int, target: Path) -> None:
@@ -27,9 +27,8 @@ def pack_file(prefix: Path, seq_len: int, target: Path) -> None:
     order = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of)
     header = np.array([file.tokens, file.documents, len(counts), len(lengths), lengths.sum()])
-    out = BlockWriter(target)
-    np.save(out, np.concatenate([header, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
-    out.close()
+    np.save(target, np.concatenate([header, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
+    write_sums(target)
 
 
 def _cut(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

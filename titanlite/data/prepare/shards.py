@@ -3,13 +3,13 @@
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
 from titanlite.data.indexed import DTYPES, HEADER, MAGIC, VERSION, TokenFile, path_of
-from titanlite.data.prepare.sums import BlockWriter
+from titanlite.data.prepare.sums import write_sums
 
 _TOKENS_AT_ONCE = 2**22
 
@@ -24,12 +24,12 @@ def write_index(prefix: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
     """Writes NAME.idx for consecutive documents of `lengths` tokens, (documents,) int32."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    file = BlockWriter(path_of(prefix, "idx"))
-    file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
-    file.write(lengths.astype("<i4").tobytes())
-    file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
-    file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-    file.close()
+    with open(path_of(prefix, "idx"), "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    write_sums(path_of(prefix, "idx"))
 
 
 class TokenWriter:
@@ -38,27 +38,31 @@ class TokenWriter:
     def __init__(self, prefix: Path, dtype: np.dtype, losses: bool = False):
         """prefix: the files' path without its suffix."""
         self.prefix, self.dtype, self.tokens, self.lengths = prefix, np.dtype(dtype), 0, array("i")
-        self._bin = BlockWriter(path_of(prefix, "bin"))
-        self._loss = BlockWriter(path_of(prefix, "loss")) if losses else None
+        suffixes = ("bin", "loss") if losses else ("bin",)
+        self._files: dict[str, BinaryIO] = {suffix: open(path_of(prefix, suffix), "wb") for suffix in suffixes}
 
     def write(self, ids: np.ndarray, loss: np.ndarray | None = None) -> None:
         """The next tokens. ids (tokens,) integers; loss (tokens,) bool or uint8, by default all ones."""
-        self._bin.write(ids.astype(self.dtype, copy=False).data)
-        if self._loss is not None:
-            self._loss.write((np.ones(len(ids), np.uint8) if loss is None else loss.astype(np.uint8, copy=False)).data)
+        self._files["bin"].write(ids.astype(self.dtype, copy=False).data)
+        if "loss" in self._files:
+            loss = np.ones(len(ids), np.uint8) if loss is None else loss.astype(np.uint8, copy=False)
+            self._files["loss"].write(loss.data)
         self.tokens += len(ids)
 
     def close(self) -> dict[str, Any]:
-        """Writes the index and closes all files; -> the entry of a manifest."""
+        """Closes the files, and writes the index and all checksums; -> the entry of a manifest."""
+        for file in self._files.values():
+            file.close()
+        digests = {suffix: write_sums(path_of(self.prefix, suffix)) for suffix in self._files}
         lengths = np.array(self.lengths, "<i4")
         write_index(self.prefix, self.dtype, lengths)
         return {
             "name": self.prefix.name,
             "documents": len(lengths),
             "tokens": self.tokens,
-            "bin": self._bin.close(),
+            "bin": digests["bin"],
             "lengths": xxhash.xxh3_128_hexdigest(lengths.tobytes()),
-            "loss": self._loss.close() if self._loss is not None else None,
+            "loss": digests.get("loss"),
         }
 
 
