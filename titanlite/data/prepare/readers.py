@@ -249,21 +249,18 @@ def _csv_document(line: int, row: list[str], header: list[str], text_key: str) -
 def _until_damage(
     lines: Iterable[bytes], read_lines: Callable[[Iterator[bytes]], Iterator[Document | Bad]]
 ) -> Iterator[Document | Bad]:
-    """The documents in the lines before the damage in a compressed file, then the location of the damage."""
-    damage: list[Bad] = []
+    """What `read_lines` makes of the lines of a file, and last the line at which a compressed file is damaged."""
+    number = 0
 
-    def readable_lines() -> Iterator[bytes]:
-        number = 0
-        try:
-            for number, line in enumerate(lines, 1):  # noqa: B007, used below
-                yield line
-        except DAMAGES as error:
-            damage.append(_damaged(number + 1, error))
+    def counted() -> Iterator[bytes]:
+        nonlocal number
+        for number, line in enumerate(lines, 1):
+            yield line
 
-    for found in read_lines(readable_lines()):
-        if not damage or isinstance(found, Document):  # an entry that the damage truncates is not reported twice
-            yield found
-    yield from damage
+    try:
+        yield from read_lines(counted())
+    except DAMAGES as error:
+        yield _damaged(number + 1, error)
 
 
 def _damaged(location: int | None, error: Exception) -> Bad:
