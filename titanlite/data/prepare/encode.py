@@ -22,7 +22,7 @@ from titanlite.data.prepare.readers import Bad, BadDocument, Document, InputRang
 from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.tokenizer import refusing
 from titanlite.ground.errors import UserError
-from titanlite.ground.files import sync, sync_contents
+from titanlite.ground.files import publish, sync_contents
 from titanlite.ground.untrusted import MIB, Count, FileSchema, read_json
 from titanlite.launch import children
 
@@ -204,8 +204,7 @@ class _Encoder:
             sync_contents(unfinished)
             # A worker of a command that was just killed may have finished this unit meanwhile, with the same contents.
             if not (folder / self.unit.name).exists():
-                unfinished.rename(folder / self.unit.name)
-            sync(folder)
+                publish(unfinished, folder / self.unit.name)
         except OSError as error:
             raise UserError(f"{error.filename or unfinished}: cannot be written: {error.strerror}; {KEPT}") from None
         finally:

@@ -32,7 +32,7 @@ from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, phase
-from titanlite.ground.files import replace_file, sync, sync_contents
+from titanlite.ground.files import publish, replace_file, sync, sync_contents
 from titanlite.ground.untrusted import MIB, Absent, FileSchema, read_json
 
 if TYPE_CHECKING:
@@ -253,8 +253,7 @@ def _hand_over(work: Path, output: Path) -> dict[str, Any]:
     """Renames whole/ to OUTPUT and removes the rest; it can be repeated after a kill."""
     shutil.rmtree(work / "units", ignore_errors=True)
     manifest = read_manifest(work / "whole")
-    (work / "whole").rename(output)
-    sync(output.parent)
+    publish(work / "whole", output)
     shutil.rmtree(work, ignore_errors=True)
     return manifest
 
