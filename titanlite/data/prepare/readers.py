@@ -254,7 +254,7 @@ def _until_damage(
 
     def counted() -> Iterator[bytes]:
         nonlocal number
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines, 1):  # noqa: B007, used below
             yield line
 
     try:
