@@ -107,7 +107,7 @@ class BlockFile:
     def check_size(self) -> None:
         """Raises UserError for a mapped file that was truncated: the kernel ends a process that reads behind its end (SIGBUS).
 
-        Once per file and batch: a system call takes as long as copying a short row.
+        A system call, which takes a microsecond.
         """
         if self._mapping is not None and (size := self._mapping.size()) < self.size:
             raise UserError(self._truncated(size))

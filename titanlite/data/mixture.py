@@ -15,7 +15,7 @@ from titanlite.config.schema import Config, Training
 from titanlite.data import timeline
 from titanlite.data.order import MIXTURE, interleave, permute, sample_at
 from titanlite.data.own import ENDLESS, OwnSource, open_own
-from titanlite.data.samples import Arrays, fill
+from titanlite.data.samples import NOTHING, Arrays, fill
 from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.timeline import Mixture, Segment, Timeline
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
@@ -134,24 +134,10 @@ class Data:
             None if self._all_counted and PADDING not in numbers else np.empty(shape, bool),
             np.empty((len(numbers), self.seq_len), np.int32) if self.mask else None,
         )
-        checked: set[int] = set()
         for at, (source, sample) in enumerate(zip(sources.tolist(), numbers, strict=True)):
             if note is not None:
                 note[0] = at
-            if sample == PADDING:
-                fill(arrays, at, [], np.empty(0, np.int64), None)  # no pieces, of no ids
-                continue
-            held = self.sources[source]
-            if isinstance(held, OwnSource):
-                fill(arrays, at, *held.read(sample))
-                continue
-            rows, row = held.locate(sample)
-            if id(rows) not in checked:
-                checked.add(id(rows))
-                for stored in rows.stored:
-                    stored.check_size()
-            ids, loss = rows.file.ids.checked(), None if rows.file.loss is None else rows.file.loss.checked()
-            fill(arrays, at, rows.pieces(row), ids, loss)
+            fill(arrays, at, NOTHING if sample == PADDING else self.sources[source].read(sample))
         if arrays.tokens.view(np.uint64).max() >= self._vocabulary:  # as unsigned numbers, negative ids are the largest
             self._refuse_ids(arrays.tokens, sources, samples)
         return arrays

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from titanlite.config.schema import Config, Source
 from titanlite.data.order import MAX_POSITION
-from titanlite.data.samples import Piece
+from titanlite.data.samples import Row
 from titanlite.data.sources import name_of, sections_of, sources_of
 from titanlite.data.tokenizer import digest
 from titanlite.ground.errors import UserError
@@ -29,18 +29,6 @@ ENDLESS = MAX_POSITION  # samples of a map without __len__, and of a stream
 _MOST_TOKENS = 2**53 - 1  # that a checkpoint's numbers hold
 _STATE: TypeAdapter[Any] = TypeAdapter(JsonValue)  # names the value that JSON does not hold
 _STATES = 32 * 2**20  # characters that the states of all data ranks together take in a checkpoint at most
-
-
-class Row(NamedTuple):
-    """What a map or a stream returns for one row of a batch, checked; the arguments of `fill`."""
-
-    pieces: list[Piece]  # its documents
-    ids: np.ndarray  # (n,) of an integer type, n at most seq_len + 1
-    loss: np.ndarray | None  # (n,) bool, True where a token is a label
-
-    def digest(self) -> str:
-        """Equal for equal rows."""
-        return digest(*(str(part if part is None else [*part]) for part in (self.pieces, self.ids.tolist(), self.loss)))
 
 
 @dataclass
@@ -139,7 +127,7 @@ class OwnSource:
 
     def probe(self) -> str:
         """A digest of the first and another sample of a map. Raises UserError."""
-        return digest(*(self.read(sample).digest() for sample in (0, 1 if self.samples == ENDLESS else self.samples - 1)))
+        return digest(*(_digest(self.read(sample)) for sample in (0, 1 if self.samples == ENDLESS else self.samples - 1)))
 
     def fault(self, what: str) -> UserError:
         """An error that names key, part, file and line."""
@@ -228,6 +216,11 @@ def faults(config: Config, vocabulary: int) -> Iterator[str]:
                 yield from str(error).splitlines()
 
 
+def _digest(row: Row) -> str:
+    """Equal for equal rows."""
+    return digest(*(str(part if part is None else [*part]) for part in (row.pieces, row.ids[:].tolist(), row.loss)))
+
+
 def check_repeats(own: OwnSource) -> None:
     """Raises UserError for a map of which another object reads other samples, or a stream that does not resume."""
     if own.stream:
@@ -242,6 +235,6 @@ def _check_resumes(own: OwnSource) -> None:
     whole.next()
     parts.next()
     after = OpenStream(own, 0, 1, torch.ones(1, dtype=torch.int64), json.loads(parts.state()))
-    if [whole.next().digest() for _ in range(2)] != [after.next().digest() for _ in range(2)]:
+    if [_digest(whole.next()) for _ in range(2)] != [_digest(after.next()) for _ in range(2)]:
         why = "state_dict() must hold the position after the last row (advance before yield), and generators be seeded"
         raise own.fault(f"continues from its state with other rows than without interruption: {why}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.data.blocks import BlockFile
+from titanlite.data.blocks import Array, BlockFile
 from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
 
@@ -64,6 +64,17 @@ def _truncated_tokens(file: TokenFile, seq_len: int) -> int:
     return sum(int(np.minimum(np.diff(part), seq_len + 1).sum()) for part in parts)
 
 
+class Row(NamedTuple):
+    """What one row of a batch consists of, read from token files or made by data of the user's own."""
+
+    pieces: list[Piece]  # of `ids`; the documents of a row that the user's own data has made
+    ids: np.ndarray | Array  # (n,) of an integer type
+    loss: np.ndarray | Array | None  # (n,), true where a token is a label; None: all are
+
+
+NOTHING = Row([], np.empty(0, np.int64), None)  # all of it is padding
+
+
 class Arrays(NamedTuple):
     """A `Batch` that is being filled: arrays of (rows, seq_len + 1), `documents` of (rows, seq_len)."""
 
@@ -72,12 +83,10 @@ class Arrays(NamedTuple):
     documents: np.ndarray | None  # int32, rising along the row; padding has a number of its own
 
 
-def fill(batch: Arrays, at: int, pieces: list[Piece], ids: np.ndarray, loss: np.ndarray | None) -> None:
-    """Writes all of row `at` of a batch: pieces of `ids`, then padding, with token 0 and no labels.
-
-    ids (n,) of an integer type. loss (n,), true where a token is a label; None: all are.
-    """
+def fill(batch: Arrays, at: int, row: Row) -> None:
+    """Writes all of row `at` of a batch: its pieces, then padding, with token 0 and no labels."""
     start, number = 0, 0
+    pieces, ids, loss = row
     tokens, counted, documents = (None if array is None else array[at] for array in batch)
     assert tokens is not None
     for number, (first, length) in enumerate(pieces, 1):

@@ -16,7 +16,7 @@ from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.prepare.cache import default_tokenizer, open_packing, tokenized
 from titanlite.data.prepare.documents import list_inputs
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest
-from titanlite.data.samples import Rows, rows_of
+from titanlite.data.samples import Row, Rows, rows_of
 from titanlite.data.tokenizer import LoadedTokenizer, digest, load_tokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import open_file
@@ -74,6 +74,14 @@ class TokenSource(NamedTuple):
         """The place of a sample, for messages."""
         rows, row = self.locate(sample)
         return f"{rows.file.prefix}.bin, sample {row}"
+
+    def read(self, sample: int) -> Row:
+        """One row. Raises UserError for a file that was truncated."""
+        rows, row = self.locate(sample)
+        for stored in rows.stored:
+            stored.check_size()
+        file = rows.file
+        return Row(rows.pieces(row), file.ids.checked(), None if file.loss is None else file.loss.checked())
 
     def locate(self, sample: int) -> tuple[Rows, int]:
         """The rows of the file that holds a sample, and the sample's row there."""

@@ -70,7 +70,7 @@ class StreamDataset(IterableDataset[StreamStep]):
         documents = np.empty((self.share, self.training.seq_len), np.int32) if self.training.document_mask else None
         arrays = Arrays(np.empty(shape, np.int64), np.empty(shape, bool), documents)
         for at in range(self.share):
-            fill(arrays, at, *stream.next())
+            fill(arrays, at, stream.next())
         return to_batch(arrays, self.training.local_batch_size)
 
     def last_read(self, _step: int) -> str:
