@@ -29,7 +29,6 @@ from titanlite.ground.run_files import INCIDENTS, METRICS, read_entries, read_re
 from titanlite.loop.loss import StepLoss
 from titanlite.loop.metrics import finite
 from titanlite.optim.loss_scale import LEAST
-from titanlite.parallel.mesh import loss_degree
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Steps:
     """The steps since the last reading. Their numbers stay on the device until `read`."""
 
     def __init__(self, mesh: DeviceMesh):
-        self.copies = mesh.size() // loss_degree(mesh)  # ranks that hold the same share of the loss
+        self.copies = mesh["tp"].size()  # ranks that hold the same share of the loss
         self.waiting: list[tuple[int, int, StepLoss, Tensor]] = []
 
     def add(self, number: int, first_sample: int, loss: StepLoss, norm: Tensor) -> None:

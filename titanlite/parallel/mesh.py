@@ -7,7 +7,6 @@ dp_replicate x dp_shard, and each of their sequences over cp; parameters are sha
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,25 +35,16 @@ DEGREES = {
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     """The size of every mesh dimension, with -1 replaced. Raises UserError where the product is not `world_size`."""
-    replicate = parallelism.data_parallel_replicate_degree
-    shard = parallelism.data_parallel_shard_degree
-    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    pipeline = parallelism.pipeline_parallel_degree
-    fixed = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
-    if context > 1:
-        fixed["context_parallel_degree"] = context
-    if pipeline > 1:
-        fixed["pipeline_parallel_degree"] = pipeline
-    if shard > 0:
-        fixed["data_parallel_shard_degree"] = shard
+    sizes = {name: getattr(parallelism, DEGREES[name]) for name in DIMENSIONS}
+    fixed = {name: size for name, size in sizes.items() if size > 0}
     product = math.prod(fixed.values())
-    names = " x ".join(f"parallelism.{name} = {degree}" for name, degree in fixed.items())
-    if shard > 0 and product != world_size:
+    shown = {name: size for name, size in fixed.items() if size > 1 or name == "dp_shard"}
+    names = " x ".join(f"parallelism.{DEGREES[name]} = {size}" for name, size in shown.items())
+    if "dp_shard" in fixed and product != world_size:
         raise UserError(f"{names} needs {product} processes, and there are {world_size}")
     if world_size % product:
         raise UserError(f"{names} does not divide the number of processes, {world_size}")
-    shard = world_size // (pipeline * replicate * context * tensor)
-    return {"pp": pipeline, "dp_replicate": replicate, "dp_shard": shard, "cp": context, "tp": tensor}
+    return sizes | {"dp_shard": fixed.get("dp_shard", world_size // product)}
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
@@ -83,7 +73,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def data_degree(mesh: DeviceMesh) -> int:
     """The number of parts of a global batch."""
-    return parts_of(dict(zip(DIMENSIONS, mesh.shape, strict=True)))
+    return parts_of(_degrees_of(mesh))
 
 
 def parts_of(degrees: dict[str, int]) -> int:
@@ -108,31 +98,21 @@ def ranks_of(degrees: dict[str, int]) -> int:
 
 def data_rank(mesh: DeviceMesh) -> int:
     """The part of a global batch that this process reads."""
-    return _number(mesh, DATA_DIMENSIONS)
+    return part_of_rank(_degrees_of(mesh), mesh.get_rank())
 
 
 def part_of_rank(degrees: dict[str, int], rank: int) -> int:
     """The part of a global batch that a rank reads. degrees: of `resolve_degrees`."""
-    coordinate = dict(zip(DIMENSIONS, np.unravel_index(rank, [degrees[name] for name in DIMENSIONS]), strict=True))
-    return int(coordinate["dp_replicate"] * degrees["dp_shard"] + coordinate["dp_shard"])
+    return rank // (degrees["cp"] * degrees["tp"]) % parts_of(degrees)  # of DIMENSIONS, the last ones run fastest
 
 
-def loss_degree(mesh: DeviceMesh) -> int:
-    """The number of ranks whose losses sum to that of a global batch."""
-    return math.prod(mesh[name].size() for name in LOSS_DIMENSIONS)
+def _degrees_of(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(DIMENSIONS, mesh.shape, strict=True))
 
 
 def rng_rank(mesh: DeviceMesh) -> int:
     """The number that seeds this process in a forward pass: one for each rank, as no two compute the same activations."""
-    return _number(mesh, DIMENSIONS)
-
-
-def _number(mesh: DeviceMesh, dimensions: tuple[str, ...]) -> int:
-    """The number of this process among those of some dimensions, the last one running fastest."""
-    number = 0
-    for name in dimensions:
-        number = number * mesh[name].size() + mesh[name].get_local_rank()
-    return number
+    return mesh.get_rank()
 
 
 def sum_over(dimensions: tuple[str, ...], tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
