@@ -62,10 +62,10 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
 
     The load of an expert is the number of its tokens relative to the mean of its layer.
     """
-    found = _of_all_stages(model)
+    every, ranges = _of_all_stages(model)
     values: dict[str, float] = {}
     loads, entropies, of_ranks, dead = [], [], [], 0
-    for number, (counts, _) in enumerate(found):
+    for number, counts in enumerate(every):
         shares = counts / counts.sum().clamp(min=1)
         loads.append(float(shares.max()) * len(counts))
         entropies.append(float(torch.special.entr(shares).sum()) / math.log(len(counts)) if len(counts) > 1 else 1.0)
@@ -77,26 +77,24 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
     values |= {"expert_load": max(loads), "expert_entropy": min(entropies), "dead_experts": dead}
     if expert_ranks > 1:
         values["expert_rank_load"] = max(of_ranks)
-    if ranges := [spread for _, spread in found if spread is not None]:
+    if ranges:
         values["router_bias_range"] = max(ranges)
     return values
 
 
-def _of_all_stages(model: nn.Module) -> list[tuple[Tensor, float | None]]:
-    """The counts of each router, on the CPU, and the range of its bias; in the order of the layers, of which a pipeline's
-    ranks have some each."""
+def _of_all_stages(model: nn.Module) -> tuple[list[Tensor], list[float]]:
+    """The counts of each router, on the CPU, in the order of the layers, of which a pipeline's ranks have some each; and the
+    ranges of their biases, in any order."""
     routers = _counting(model)
+    counts = _summed_counts(model, routers, torch.device("cpu"))
     # of some routers: a fork's layers may differ
     spreads = [router.bias.max() - router.bias.min() for router in routers if router.bias is not None]
-    found = iter(torch.stack(spreads).tolist() if spreads else [])
-    ranges: list[Any] = [None if router.bias is None else next(found) for router in routers]
-    counts = _summed_counts(model, routers, torch.device("cpu"))
-    of_routers = list(zip(counts, ranges, strict=True))
+    ranges = torch.stack(spreads).tolist() if spreads else []
     if (pipeline := getattr(model, "pipeline", None)) is None:
-        return of_routers
+        return counts, ranges
     layers = [int(name.split(".")[1]) for name, module in model.named_modules() if isinstance(module, Router)]
-    every = sorted(pipeline.gathered(zip(layers, of_routers, strict=True)), key=lambda pair: pair[0])
-    return [value for _, value in every]
+    every = sorted(pipeline.gathered(zip(layers, counts, strict=True)), key=lambda pair: pair[0])
+    return [each for _, each in every], pipeline.gathered(ranges)
 
 
 def _counting(model: nn.Module) -> list[Router]:
