@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +65,12 @@ def apply_fsdp(
     options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
     # what FSDP2 reshards over fewer ranks it splits along the first dimension
     ranks = 1 if isinstance(policy, int) else shards.shape[-1]
-    placement_fn: Callable[[nn.Parameter], Any] = functools.partial(_placement, ranks=ranks)
+    placement_fn = functools.partial(_placement, ranks=ranks)
     if of_experts is not None and torch.equal(of_experts.mesh, shards.mesh):
         of_experts = None  # both have one rank, or no replica has more
     if of_experts is not None and MESH_PER_PARAMETER:
         apart = {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
-        placement_fn = functools.partial(_placement_on_two, ranks=ranks, apart=apart, info=_mesh_info(of_experts))
+        placement_fn = functools.partial(_placement, ranks=ranks, apart=apart, info=_mesh_info(of_experts))
     elif of_experts is not None:
         split = functools.partial(_placement, ranks=of_experts.shape[-1])
         for experts in experts_of(model):
@@ -133,15 +133,11 @@ def _gather_ahead(model: Decoder, config: Config) -> None:
             unit.set_modules_to_backward_prefetch(list(itertools.chain(*blocks[max(0, index - depth) : index]))[::-1])
 
 
-def _placement(parameter: nn.Parameter, ranks: int) -> Shard:
+def _placement(parameter: nn.Parameter, ranks: int, apart: Collection[int] = (), info: Any = None) -> Any:
+    """How a parameter is split. apart: ids of those on another mesh of their unit, which `info` describes."""
+    if id(parameter) in apart:
+        return fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
     return Shard(split_dimension(local_part(parameter).shape, ranks))
-
-
-def _placement_on_two(parameter: nn.Parameter, ranks: int, apart: set[int], info: Any) -> Any:
-    """The placement of a parameter whose unit has two meshes. apart: ids of those on the second, which `info` describes."""
-    if id(parameter) not in apart:
-        return _placement(parameter, ranks)
-    return fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
 
 
 def _mesh_info(mesh: DeviceMesh) -> Any:
