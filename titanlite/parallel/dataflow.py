@@ -158,8 +158,8 @@ class _Tracer(TorchDispatchMode):
             raise NotCarried(f"{name} runs again after {calls[-1].name}; a block may run several times in a row only")
         own = [*module.parameters(), *module.buffers()]
         for owner in (self.owned.get(storage_of(each), f"{name}.") for each in own):
-            if not owner.startswith(("head.", "embed.") if name == "head" else f"{name}."):  # which may be tied
-                raise NotCarried(f"{name} shares {owner}, which several ranks would train apart: give each block its own")
+            if not owner.startswith(f"{name}.") and (name, owner) != ("head", "embed.weight"):  # whose gradients are added
+                raise NotCarried(f"{name} shares {owner}, which several ranks would train apart: give each part its own")
         # Copies, so that a tensor which the block finds in another way is not among its arguments.
         args, kwargs = tree_map(self._copied, (args, kwargs))
         before, structure = tree_flatten((args, kwargs))

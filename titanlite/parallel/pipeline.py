@@ -25,7 +25,7 @@ from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.registry.family import Family
 from titanlite.transforms.meta import active_parameters, on_meta
-from titanlite.transforms.parameters import is_tied, tied_names
+from titanlite.transforms.parameters import is_tied
 
 _T = TypeVar("_T")
 
@@ -298,17 +298,9 @@ def unsplittable(family: Family, degree: int) -> str:
     others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
     if others:
         return f"no stage has {', '.join(others)}, beside embed, layers and head"
-    if shared := [name for name, first in tied_names(model).items() if not _together(name, first)]:
-        return f"{shared[0]} is tied to another part, and each stage would train its own"
     if len(model.layers) < degree:
         return f"{degree} ranks share {len(model.layers)} blocks"
     return not_carried(family)
-
-
-def _together(name: str, other: str) -> bool:
-    """Whether two names of a tied parameter are of one part, or those whose gradients a pipeline adds."""
-    ours, theirs = (each.split(".")[: 2 if each.startswith("layers.") else 1] for each in (name, other))
-    return ours == theirs or {name, other} == {"embed.weight", "head.output.weight"}
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
