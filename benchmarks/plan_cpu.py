@@ -24,7 +24,6 @@ from titanlite.data.batch import Batch
 from titanlite.ground.untrusted import parse_toml
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.step import begin_training, forward_backward, update
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, resolve_degrees
 from titanlite.plan.calibrate import calibrate
 from titanlite.plan.shape import Shape
@@ -126,7 +125,7 @@ def train(device: torch.device, config: Config, steps: int) -> tuple[float, floa
     times, worked = [], []
     for _ in range(steps):
         begun, cpu = time.perf_counter(), time.process_time()
-        loss = forward_backward(model, Batch(tokens), mesh, loss_scale, GradientSync.of(config))
+        loss = forward_backward(model, Batch(tokens), mesh, loss_scale)
         update(model, optimizer, 1e-4, training.max_norm, loss_scale, loss.labels)
         times.append(time.perf_counter() - begun)
         worked.append(time.process_time() - cpu)

@@ -51,7 +51,6 @@ from titanlite.optim.balance import load as expert_load
 from titanlite.optim.ema import ema_of
 from titanlite.optim.lr_schedule import check_ranks
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.plan import memory as memory_plan
 from titanlite.plan.outlook import Outlook, peak_flops
@@ -86,7 +85,7 @@ def train(
     given, config = config, config.settled(Hardware(device.type == "cuda"))
     training, main_rank = config.training, dist.get_rank() == 0
     saves = Path(config.job.dump_folder) / config.checkpoint.folder
-    family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), GradientSync.of(config)
+    family, global_batch = family_of(config.model), config.global_batch(data_degree(mesh))
     memory = Memory(config, device, global_batch)
     clock = Clock(started, memory.explained)
     watch = profiling.Watch(config, device, clock)
@@ -151,7 +150,7 @@ def train(
             with clock.phase(step, "reading data"):
                 batch = next(batches)
             with clock.phase(step, "forward and backward"):
-                loss = forward_backward(model, batch, mesh, loss_scale, deferred)
+                loss = forward_backward(model, batch, mesh, loss_scale)
             if step == first:
                 warn_of_unused(model)
             with clock.phase(step, "optimizer step"):

@@ -22,7 +22,6 @@ from titanlite.launch import process
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel import parallelize as order
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.registry.family import Family, family_of
 from titanlite.transforms.dtypes import DTYPES
@@ -91,7 +90,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
         process.seed_step(config.training.seed, number, part)
         # this rank's rows, in microbatches of training.local_batch_size
         mine = tokens.flatten(0, 1)[part::parts].unflatten(0, (-1, config.training.local_batch_size))
-        share = forward_backward(model, Batch(mine), mesh, None, GradientSync.of(config)).share
+        share = forward_backward(model, Batch(mine), mesh).share
         update(model, optimizer, config.optimizer.lr, config.training.max_norm)
         return share
 

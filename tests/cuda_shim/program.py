@@ -41,7 +41,6 @@ from titanlite.loop.step import begin_training, forward_backward, update, warn_o
 from titanlite.loop.validation import validate  # noqa: E402
 from titanlite.optim.state import run_tensors  # noqa: E402
 from titanlite.parallel import parallelize as order  # noqa: E402
-from titanlite.parallel.fsdp import GradientSync  # noqa: E402
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank  # noqa: E402
 from titanlite.plan.step import simulated_ranks  # noqa: E402
 from titanlite.registry.family import family_of  # noqa: E402
@@ -101,7 +100,7 @@ def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str
             seed_step(config.training.seed, number, rng_rank(mesh))
             batch = next(batches)
             assert len(batch.microbatches()) == 2
-            loss = forward_backward(model, batch, mesh, loss_scale, GradientSync.of(config))
+            loss = forward_backward(model, batch, mesh, loss_scale)
             if number == 1:
                 warn_of_unused(model)
             norm = update(model, optimizer, 1e-3, config.training.max_norm, loss_scale, loss.labels)

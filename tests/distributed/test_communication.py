@@ -24,7 +24,6 @@ from tests.traffic_cases import CASES, COUNTED, Case
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.plan.predict import predict
 from titanlite.registry.family import family_of
 
@@ -89,7 +88,7 @@ def second_step(degrees: dict[str, int], config: Config) -> dict[Any, tuple[int,
     for _ in range(2):
         batch = next(batches)
         with Sent() as sent:
-            forward_backward(model, batch, mesh, None, GradientSync.of(config))
+            forward_backward(model, batch, mesh)
             update(model, optimizer, 1e-3, 1.0)
     return {key: (calls, sent.bytes[key]) for key, calls in sent.calls.items()}
 

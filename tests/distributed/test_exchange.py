@@ -20,7 +20,6 @@ from models.moe import Exchange, Experts, MoE, Router
 from tests.distributed.scenarios import CPU, MODES, config_of, mesh_of, rank_batches
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, forward_backward
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.plan.experts import temporary_bytes
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
@@ -282,7 +281,7 @@ def peak_of_a_step(degrees: dict[str, int], config: Config) -> int:
         for _ in range(2):  # as in a prediction, the second is measured
             model.zero_grad()
             watch.begin()
-            forward_backward(model, next(rank_batches(config, mesh)), mesh, None, GradientSync.of(config))
+            forward_backward(model, next(rank_batches(config, mesh)), mesh)
     return max(watch.peaks.values())
 
 

@@ -12,7 +12,6 @@ from tests.repetitions import slow_but
 from tests.traffic_cases import HYBRID, LATE, SHARD, Case
 from titanlite.config.schema import Config
 from titanlite.loop.step import begin_training, forward_backward, update
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, resolve_degrees
 from titanlite.plan.fused import _Kernels
 from titanlite.plan.moments import PHASES
@@ -44,7 +43,7 @@ def peaks(config: Config, ranks: int) -> dict[str, int]:
         for _ in range(2):
             watch.enter("forward")
             watch.begin()
-            forward_backward(model, next(batches), mesh, None, GradientSync.of(config))
+            forward_backward(model, next(batches), mesh)
             watch.enter("update")
             update(model, optimizer, 1e-3, 1.0)
     return watch.peaks

@@ -18,7 +18,7 @@ from titanlite.loop.loss import StepLoss, count_further, count_labels, summed_lo
 from titanlite.optim import balance, ema
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
-from titanlite.parallel.fsdp import DEFERRED, GradientSync, choose_reductions
+from titanlite.parallel.fsdp import choose_reductions
 from titanlite.parallel.mesh import data_degree, sequence_mesh, stage_group
 from titanlite.parallel.parallelize import parallelize
 from titanlite.registry.family import Family
@@ -56,13 +56,11 @@ def begin_training(
     return model, optimizer, loss_scale
 
 
-def forward_backward(
-    model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None, deferred: GradientSync = DEFERRED
-) -> StepLoss:
+def forward_backward(model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None) -> StepLoss:
     """Gradients of the step's loss, accumulated over microbatches; without labels they are 0, except those of balance losses.
 
     batch: this rank's part of the global batch. loss_scale: of float16; the gradients are then those of the loss times
-    `loss_scale.divisor`. deferred: what is reduced with the last microbatch only.
+    `loss_scale.divisor`.
     """
     counted = count_labels(batch, mesh)
     labels, known = counted.clamp(min=1), None if batch.counted is None else counted
@@ -78,7 +76,7 @@ def forward_backward(
         losses = model.pipeline.train([to_microbatch(model, each) for each in microbatches], divisor)
         return StepLoss(losses.sum() / labels, known, further)
     for number, microbatch in enumerate(microbatches, 1):
-        choose_reductions(model, deferred, last=number == len(microbatches))
+        choose_reductions(model, last=number == len(microbatches))
         if of_depths is None:
             summed = summed_loss(model, microbatch)
         else:

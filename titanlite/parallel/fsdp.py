@@ -106,7 +106,9 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and GradientSync.of(config).replicas:
+    deferred = GradientSync.of(config)
+    model.gradient_sync = deferred  # type: ignore[assignment]  # for `choose_reductions`
+    if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and deferred.replicas:
         for unit in waiting_units(model):
             for group in fsdp_groups(unit):
                 set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
@@ -158,8 +160,8 @@ def split_dimension(shape: Sequence[int], ranks: int) -> int:
 class GradientSync(NamedTuple):
     """Which reductions of gradients wait for the last microbatch of a step."""
 
-    shards: bool = False  # the reduce-scatter over dp_shard, and with it all others
-    replicas: bool = True  # the all-reduce over dp_replicate of what the reduce-scatters of `waiting_units` sum to
+    shards: bool  # the reduce-scatter over dp_shard, and with it all others
+    replicas: bool  # the all-reduce over dp_replicate of what the reduce-scatters of `waiting_units` sum to
 
     @classmethod
     def of(cls, config: Config) -> "GradientSync":
@@ -169,12 +171,10 @@ class GradientSync(NamedTuple):
         return cls(shards, not shards and not narrow)
 
 
-DEFERRED = GradientSync()  # where a float32 gradient is reduced in float32
-
-
-def choose_reductions(model: Decoder, deferred: GradientSync, last: bool) -> None:
+def choose_reductions(model: Decoder, last: bool) -> None:
     """Call before a microbatch, to choose which of its gradients are reduced. last: whether it is the last one of its step."""
     if isinstance(model, FSDPModule):
+        deferred: Any = model.gradient_sync
         model.set_requires_gradient_sync(last or not deferred.shards)
         if deferred.replicas:
             for unit in waiting_units(model):

@@ -29,7 +29,6 @@ from titanlite.loop.distillation import build_teacher
 from titanlite.loop.step import forward_backward, update
 from titanlite.optim import ema, own
 from titanlite.optim.build import build_optimizer
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.experts import Routing
 from titanlite.plan.record import Allocations, Recorder, Work, mesh_slices
@@ -252,7 +251,7 @@ def _forward_backward(model: Decoder, setup: Setup, microbatches: int) -> None:
     training = setup.config.training
     tokens = torch.zeros(microbatches, training.local_batch_size, training.seq_len + 1, dtype=torch.int64)
     with _kernels_of(setup):
-        forward_backward(model, Batch(tokens), setup.mesh, None, GradientSync.of(setup.config))
+        forward_backward(model, Batch(tokens), setup.mesh)
 
 
 # ----------------------------------------------------------------------------------------------------- operations of a GPU

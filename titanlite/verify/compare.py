@@ -29,7 +29,6 @@ from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel import context, expert, pipeline
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import DEGREES, data_degree, data_rank, parts_of, ranks_of, rng_rank
 from titanlite.registry.family import Family, family_of
 
@@ -139,7 +138,7 @@ def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: rang
     for number, local_batch in zip(numbers, batches, strict=False):
         process.seed_step(training.seed, number, rng_rank(run.mesh))
         batch = local_batch.to(run.device, non_blocking=True)
-        loss = forward_backward(run.model, batch, run.mesh, run.loss_scale, GradientSync.of(run.config))
+        loss = forward_backward(run.model, batch, run.mesh, run.loss_scale)
         yield number, batch
         norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale, loss.labels)
         own_code.after_step(number, run.model, run.optimizer)

@@ -15,7 +15,6 @@ from models.blocks import Normal
 from titanlite.data.batch import Batch
 from titanlite.launch import process
 from titanlite.loop.step import forward_backward
-from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import rng_rank
 from titanlite.transforms.initialize import fill
 from titanlite.verify.compare import FLOAT32, MARGIN, Comparison, Difference, Run, Trajectory, relative_difference, whole
@@ -30,7 +29,7 @@ Build = Callable[[], Run]
 def gradients(run: Run, batch: Batch) -> dict[str, Tensor]:
     """The gradients of this rank's part of a batch, whole and on the CPU, without a step."""
     process.seed_step(run.config.training.seed, 1, rng_rank(run.mesh))
-    forward_backward(run.model, batch.to(run.device), run.mesh, run.loss_scale, GradientSync.of(run.config))
+    forward_backward(run.model, batch.to(run.device), run.mesh, run.loss_scale)
     return run.of_all_stages({name: whole(gradient) for name, gradient in run.gradients()})
 
 
