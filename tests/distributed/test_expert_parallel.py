@@ -69,7 +69,7 @@ def test_tied_parameters_of_split_experts_stay_one(pools):
 
 def units_inside_of_blocks(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
     """Trains as with PyTorch 2.11, whose FSDP2 has one mesh for all parameters of a unit."""
-    with mock.patch.object(fsdp, "MESH_PER_PARAMETER", False):
+    with mock.patch.object(fsdp, "BEFORE_2_13", True):
         return trajectory(degrees, config)
 
 

@@ -22,9 +22,10 @@ from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches, trajectory
 from tests.distributed.test_communication import Sent
 from titanlite.config.schema import Config
+from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model, forward_backward
-from titanlite.parallel.fsdp import MESH_PER_PARAMETER, GradientSync
+from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.tensor import sharding_faults
 from titanlite.registry.family import Family, load_family
 from titanlite.verify.compare import compare, whole
@@ -77,7 +78,7 @@ def test_blocks_gather_as_far_ahead_as_configured(pools):
 
 
 def test_each_block_gathers_the_next_before_the_host_waits_for_routing(pools):
-    units = 1 if MESH_PER_PARAMETER else 2  # a block with experts is one unit, or two if experts need their own mesh
+    units = 2 if BEFORE_2_13 else 1  # a block with experts is one unit, or two if experts need their own mesh
     wanted = [(units, 0)] * 2 + [(0, 0)]
     moe = ("tests.tiny_moe", "plain")
     assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees={"dp_shard": 2, "ep": 2}, family=moe)[0] == wanted

@@ -14,10 +14,9 @@ from benchmarks.recompute import kept_bytes
 from models import llama3
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, first_microbatch, mesh_of
-from titanlite.ground.torch_private import set_memory_budget
+from titanlite.ground.torch_private import BEFORE_2_13, set_memory_budget
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
-from titanlite.parallel.fsdp import MESH_PER_PARAMETER
 from titanlite.registry.family import Family, family_of, load_family
 
 HERE = "tests.distributed.test_recompute"
@@ -212,7 +211,7 @@ def calls_of_backward(backend: str | None) -> dict[str, int]:
 
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.slow)])
 def test_recomputation_dispatches_tokens_again_but_does_not_route_count_or_combine(pools, backend):
-    if backend and not MESH_PER_PARAMETER:
+    if backend and BEFORE_2_13:
         pytest.skip("compiled blocks with split experts need PyTorch 2.13")
     for calls in pools[2].run(f"{HERE}:calls_of_backward", backend=backend):
         assert list(calls.values()) == [0, 0, 2, 0], calls  # two layers

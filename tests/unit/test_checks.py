@@ -16,7 +16,7 @@ from titanlite.config.effects import FILE, OPTION, ConfigLayer
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import CHECKS, check
-from titanlite.parallel import fsdp
+from titanlite.parallel import expert
 from titanlite.transforms import activation_checkpoint, compile
 
 TP, SHARD = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"
@@ -247,7 +247,7 @@ def test_without_a_mesh_for_each_parameter_split_experts_are_not_compiled_and_no
     compiled, kept = {COMPILE: True, BACKEND: "aot_eager"}, {AC: "selective", BLOCKS: "op"}
     for keys in (compiled, kept):
         assert faults(MIXTURE | {EP: 2} | keys, ranks=2) == []
-    monkeypatch.setattr(fsdp, "MESH_PER_PARAMETER", False)
+    monkeypatch.setattr(expert, "BEFORE_2_13", True)
     (fault,) = faults(MIXTURE | {EP: 2} | compiled, ranks=2)
     assert f"{EP} = 2: with {COMPILE} = true, needs PyTorch 2.13" in fault
     (fault,) = faults(MIXTURE | {EP: 2} | kept, ranks=2)

@@ -66,7 +66,7 @@ ATTRIBUTES = (
     Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_group", "fsdp_groups", ("2.11",)),
     Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._reduce_scatter_comm", "set_reduce_scatter"),
     Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._training_state", "set_training_state"),
-    Name(f"{_FSDP}._fsdp_common:ShardPlacementResult", "mesh_per_parameter", ("2.13",)),
+    Name(f"{_FSDP}._fsdp_common:ShardPlacementResult", "fsdp_common", ("2.13",)),
     Name("torch._functorch.config:unsafe_treat_script_objects_as_zero_size", "set_memory_budget", ("2.13",)),
     Name("torch._inductor.config:_micro_pipeline_tp", "set_async_tensor_parallel"),
     Name("torch._inductor.config:post_grad_custom_pre_pass", "set_async_tensor_parallel"),

@@ -93,7 +93,7 @@ NAMES = {
     "AnyDropout": "torch.nn.modules.dropout:_DropoutNd",  # the base of all dropout layers
 }
 
-# In 2.11, a pipeline's messages of whole numbers need gradients.
+# In 2.11, a pipeline's messages of whole numbers need gradients, and a unit of FSDP2 has one mesh for all its parameters.
 BEFORE_2_13 = torch.__version__ < "2.13"
 _make_gloo_group: Callable[..., None] = ProcessGroupGloo.__init__
 
@@ -219,11 +219,6 @@ def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 # -------------------------------------------------------------------------------------------------------------------- FSDP2
-
-
-def mesh_per_parameter() -> bool:
-    """Whether parameters of a unit can be on different meshes. PyTorch 2.11 has one for all of them."""
-    return hasattr(resolve(NAMES["fsdp_common"]), "ShardPlacementResult")
 
 
 def fsdp_groups(unit: nn.Module) -> list[Any]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from models.decoder import Decoder
 from models.moe import Exchange, experts_of
 from titanlite.config.schema import Config
-from titanlite.ground.torch_private import concatenate, flatten, unflatten
+from titanlite.ground.torch_private import BEFORE_2_13, concatenate, flatten, unflatten
 from titanlite.parallel.mesh import WITHIN_A_REPLICA
 from titanlite.transforms.parameters import keeping_ties
 
@@ -73,9 +73,7 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
             f"parallelism.fsdp_reshard_after_forward = {reshard}: FSDP2 reshards all parameters of a block over the same "
             f'ranks, and {key} shards some over others; use "default", "always" or "never"'
         )
-    from titanlite.parallel import fsdp  # a check of other models need not import PyTorch's
-
-    if not fsdp.MESH_PER_PARAMETER:
+    if BEFORE_2_13:
         needs = "needs PyTorch 2.13, whose FSDP2 has a mesh for each parameter"
         cfg = config.activation_checkpoint
         if config.compile.enable and "model" in config.compile.components:

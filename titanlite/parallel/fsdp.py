@@ -24,11 +24,11 @@ from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import (
+    BEFORE_2_13,
     DefaultReduceScatter,
     TrainingState,
     fsdp_common,
     fsdp_groups,
-    mesh_per_parameter,
     set_reduce_scatter,
     set_training_state,
 )
@@ -36,9 +36,6 @@ from titanlite.parallel.mesh import data_degree, fsdp_mesh, reduces_once
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.parameters import is_tied
 from titanlite.transforms.shards import local_part
-
-# PyTorch 2.11 has one mesh for all parameters of a unit. There, split experts are units inside their block's unit.
-MESH_PER_PARAMETER = mesh_per_parameter()
 
 
 def apply_fsdp(
@@ -68,10 +65,10 @@ def apply_fsdp(
     placement_fn = functools.partial(_placement, ranks=ranks)
     if of_experts is not None and torch.equal(of_experts.mesh, shards.mesh):
         of_experts = None  # both have one rank, or no replica has more
-    if of_experts is not None and MESH_PER_PARAMETER:
+    if of_experts is not None and not BEFORE_2_13:
         apart = {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
         placement_fn = functools.partial(_placement, ranks=ranks, apart=apart, info=_mesh_info(of_experts))
-    elif of_experts is not None:
+    elif of_experts is not None:  # one mesh for all parameters of a unit: experts are units inside their block's
         split = functools.partial(_placement, ranks=of_experts.shape[-1])
         for experts in experts_of(model):
             fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
