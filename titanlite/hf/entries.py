@@ -1,7 +1,7 @@
 """Tensors of safetensors files, as a model sees them: quantized ones are dequantized while they are read, slice by slice."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,15 +98,20 @@ def part_of(entry: Entry, part: TensorPart) -> Entry:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Tensors of equal shape, one for each expert, that are one parameter of ours."""
+class Stack(Entry):
+    """Tensors of equal shape, one for each expert, that are one parameter of ours; file and name are those of the first."""
 
     parts: tuple[Entry, ...]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that holds the values of all."""
-        return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
+    def read(self, box: Box) -> Tensor:
+        experts, *of_each = box
+        return torch.stack([part.read(tuple(of_each)) for part in self.parts[experts]])
+
+
+def stack_of(parts: Sequence[Entry]) -> Entry:
+    """Tensors of equal shape as one parameter of ours, in the dtype that holds the values of all."""
+    first, dtype = parts[0], functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    return Stack(first.file, first.name, (len(parts), *first.shape), dtype, tuple(parts))
 
 
 # ------------------------------------------------------------------------------------------------- the parts of a quantized one

@@ -18,7 +18,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.untrusted import MIB, Absent, FileName, FileSchema, Unread, read_json, reading, size_of
-from titanlite.hf.entries import Entry, Stack, dequantize, part_of
+from titanlite.hf.entries import Entry, dequantize, part_of, stack_of
 from titanlite.hf.part import TensorPart
 from titanlite.registry.description import read_description
 from titanlite.registry.family import Family, described, require_hf
@@ -63,10 +63,10 @@ def stored_again(family: Family, tied: dict[str, str]) -> dict[str, str]:
     return {name: first for name, first in tied.items() if (name, known) != ("head.output.weight", True)}
 
 
-def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, list[Entry | Stack]]:
+def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, list[Entry]]:
     """The location of each tensor of a model except adapters: our name in checkpoints -> its entry, or all of a tied tensor.
 
-    A parameter that is a tensor for each expert there has one Stack of entries.
+    A parameter that is a tensor for each expert there has one entry, a Stack of theirs.
 
     model: on any mesh, or on the meta device. exclude: patterns of our names ("model.head.*") to leave out. Raises UserError
     that lists all tensors that are missing, not of this model, or of a wrong shape or dtype, and all missing or damaged files.
@@ -77,7 +77,7 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
     stored, problems = stored_tensors(folder)
     unused = [pattern for pattern in exclude if not fnmatch.filter(tensors, pattern)]
     problems += [f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of the model' for pattern in unused]
-    weights: dict[str, list[Entry | Stack]] = {}
+    weights: dict[str, list[Entry]] = {}
     known: set[str] = set()
     for name in [*tensors, *tied]:
         their, first = theirs[name.removeprefix("model.")], tied.get(name, name)
@@ -95,7 +95,7 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
         problems += [f"{e.name} ({name}): {e.shape} in {e.file.name}, {of_each} in the model" for e in wrong]
         if len(found) == len(parts) and not wrong:
             named = [part_of(entry, part) for entry, part in zip(found, parts, strict=True)]
-            weights.setdefault(first, []).append(Stack(tuple(named)) if stacked else named[0])
+            weights.setdefault(first, []).append(stack_of(named) if stacked else named[0])
     ignored = [f"*{_COMPUTED}", *getattr(family.module, "unused_in_hf", lambda _: ())(family.config)]
     for name in sorted(stored.keys() - known):
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):

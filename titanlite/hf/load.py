@@ -7,30 +7,22 @@ import torch
 from torch import Tensor
 
 from titanlite.ground.errors import UserError
-from titanlite.hf.entries import Box, Entry, Stack
+from titanlite.hf.entries import Box, Entry
 from titanlite.transforms.shards import global_offset, local_part
 
-_CHUNK = 2**25  # bytes per read: mapped pages count as memory of the process until the file is closed
+_CHUNK = 2**25  # bytes per read, or one row: mapped pages count as memory of the process until the file is closed
 
 
 @torch.no_grad()
-def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[Entry | Stack]]) -> None:
+def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[Entry]]) -> None:
     """Reads the entries of `find_weights` into tensors of the same names, in place and in their dtypes.
 
     Raises UserError for a tied parameter that is stored twice with different values, and for a quantized one that has values
     that are not finite.
     """
     for name, entries in weights.items():
-        tensor = tensors[name]
-        local, corner = local_part(tensor), global_offset(tensor)
-        if not local.numel():
-            continue
-        single = [entry for entry in entries if isinstance(entry, Entry)]
-        for stack in (entry for entry in entries if isinstance(entry, Stack)):
-            for part, entry in zip(local, stack.parts[corner[0] :], strict=False):
-                _read_box(part, [entry], corner[1:])
-        if single:
-            _read_box(local, single, corner)
+        if (local := local_part(tensors[name])).numel():
+            _read_box(local, entries, global_offset(tensors[name]))
 
 
 def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) -> None:

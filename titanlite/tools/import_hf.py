@@ -29,7 +29,7 @@ from titanlite.checkpoint.storage import Writer
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import toml_value
 from titanlite.ground.errors import UserError
-from titanlite.hf.folder import Entry, Stack, find_weights
+from titanlite.hf.folder import Entry, find_weights
 from titanlite.hf.load import load_weights
 from titanlite.hf.output import start_output
 from titanlite.launch.local_ranks import on_ranks
@@ -118,7 +118,7 @@ def _import(
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     dense, target = recognize(source, model).family, target_of(source, model, upcycling)
-    weights: Mapping[str, Sequence[Entry | Stack]] = find_weights(source, dense, dense.on_meta())
+    weights: Mapping[str, Sequence[Entry]] = find_weights(source, dense, dense.on_meta())
     shapes = model_tensors(target.family.on_meta())
     if upcycling:
         weights = copied(weights, upcycling.n_experts)

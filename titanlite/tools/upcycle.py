@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.rope import SCALINGS
 from titanlite.ground.errors import UserError, listed
-from titanlite.hf.folder import Entry, Stack
+from titanlite.hf.entries import Entry, stack_of
 from titanlite.registry.family import Family, load_module
 from titanlite.tools.open_model import Recognized
 from titanlite.transforms.initialize import fill, match_initial
@@ -70,16 +70,15 @@ def _toml(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def copied(weights: Mapping[str, Sequence[Entry | Stack]], n_experts: int) -> dict[str, Sequence[Entry | Stack]]:
+def copied(weights: Mapping[str, Sequence[Entry]], n_experts: int) -> dict[str, Sequence[Entry]]:
     """The source of each weight of the MoE model except routers: every expert reads the same dense weights."""
-    result: dict[str, Sequence[Entry | Stack]] = {}
+    result: dict[str, Sequence[Entry]] = {}
     for name, entries in weights.items():
         if _FFN not in name:
             result[name] = entries
             continue
         [entry] = entries
-        assert isinstance(entry, Entry), f"{name} of a dense model is a stack"
-        result[name.replace(_FFN, _EXPERTS).removesuffix(".weight")] = [Stack((entry,) * n_experts)]
+        result[name.replace(_FFN, _EXPERTS).removesuffix(".weight")] = [stack_of([entry] * n_experts)]
     return result
 
 
