@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy
 
 VERSIONS = ("2.11", "2.13")  # each name is in both
 _FSDP, _ATEN = "torch.distributed.fsdp._fully_shard", "torch:ops.aten."
+_MESH = "torch.distributed.device_mesh:DeviceMesh"
 _DISPATCH, _C10D = "torch.utils._python_dispatch", "torch.distributed.distributed_c10d"
 
 # name here -> "module:name", or "module:Class.attribute"
@@ -40,6 +40,10 @@ NAMES = {
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",  # the process group of a prediction
     # async TP: the compiler's pass requires the call
     "enable_symm_mem_for_group": "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
+    # meshes
+    "flatten": f"{_MESH}._flatten",  # all dimensions of a mesh as one
+    "unflatten": f"{_MESH}._unflatten",  # one dimension as several, for experts
+    "concatenate": f"{_MESH}._concatenate",  # the dimensions of several meshes in one
     # DTensor
     # the positions of a shard in the whole tensor
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
@@ -198,24 +202,6 @@ def has_parameters(module: nn.Module) -> bool:
 def with_children(view: Any, model: nn.Module, children: dict[str, Any]) -> None:
     """Gives a shallow copy of a model other children, of any type; the model keeps its own."""
     view._modules = {**model._modules, **children}
-
-
-# ------------------------------------------------------------------------------------------------------------------- meshes
-
-
-def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All dimensions of a mesh as one."""
-    return mesh._flatten(name)
-
-
-def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The first dimension of a mesh as several."""
-    return mesh._unflatten(0, sizes, names)
-
-
-def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh of the dimensions of several."""
-    return DeviceMesh._concatenate(meshes)
 
 
 # -------------------------------------------------------------------------------------------------------------------- FSDP2

@@ -27,11 +27,11 @@ def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> D
     if degree == 1:
         return None
     every = flatten(mesh[WITHIN_A_REPLICA], "within_a_replica")
-    apart = unflatten(every, (every.size() // degree, degree), ("expert_shard", "ep"))
+    apart = unflatten(every, 0, (every.size() // degree, degree), ("expert_shard", "ep"))
     split, shards, replicated = apart["ep"], apart["expert_shard"], mesh["dp_replicate"].size() > 1
     groups = [split]
     if (node := config.parallelism.expert_parallel_node_size) > 1:
-        hops = unflatten(split, (degree // node, node), ("between_nodes", "within_a_node"))
+        hops = unflatten(split, 0, (degree // node, node), ("between_nodes", "within_a_node"))
         groups = [hops["between_nodes"], hops["within_a_node"]]
     names = ",".join(each.get_group().group_name for each in groups)
     exchange = Exchange(names, degree, config.moe.max_tokens_factor)
