@@ -23,7 +23,7 @@ from titanlite.data.samples import Row
 from titanlite.data.sources import name_of, sections_of, sources_of
 from titanlite.data.tokenizer import digest
 from titanlite.ground.errors import UserError
-from titanlite.registry.own import calling, function_of, is_part, place, with_options
+from titanlite.registry.own import calling, fault_of, function_of, is_part, place, with_options
 
 ENDLESS = MAX_POSITION  # samples of a map without __len__, and of a stream
 _MOST_TOKENS = 2**53 - 1  # that a checkpoint's numbers hold
@@ -131,7 +131,7 @@ class OwnSource:
 
     def fault(self, what: str) -> UserError:
         """An error that names key, part, file and line."""
-        return UserError(f'{self.key} = "{self.cfg.path}": {what} ({place(self._constructor)})')
+        return fault_of(self.key, self.cfg.path, what)
 
     def failing(self, what: str) -> AbstractContextManager[None]:
         """Around the user's code, which can raise anything: raises UserError that names key, part, file and line."""

@@ -214,7 +214,6 @@ def _own_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(_PROBED, model.head.vocab_size, generator=draw).requires_grad_()
     labels = torch.arange(_PROBED) % model.head.vocab_size
-    place = own.place(own.function_of("training.loss", cfg.loss))
     of_teacher = {"teacher_logits": torch.randn(logits.shape, generator=draw)} if config.distillation.teacher else {}
     with own.calling(f"{key}: fails"):
         losses = loss(logits, labels, **of_teacher)
@@ -222,4 +221,4 @@ def _own_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]
     if not fault and not losses.isfinite().all():
         fault = f"returns {losses.tolist()} for logits of a normal distribution"
     if fault:
-        yield f"{key}: {fault} ({place})"
+        yield str(own.fault_of("training.loss", cfg.loss, fault))

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from titanlite.config.schema import Config, LRScheduler
-from titanlite.ground.errors import UserError
 from titanlite.interfaces import Decay
 from titanlite.launch import process
 from titanlite.registry import own
@@ -60,14 +59,12 @@ def _decay_of(cfg: LRScheduler) -> Decay:
     if ":" not in cfg.decay_type:
         return _DECAYS[cfg.decay_type]
     function = own.with_options(_KEY, cfg.decay_type, ("step", "start", "end"), cfg.options)
-    setting = f'{_KEY} = "{cfg.decay_type}"'
 
     def decay(step: int, start: int, end: int) -> float:
-        with own.calling(f"{setting}: fails at step {step}"):
+        with own.calling(f'{_KEY} = "{cfg.decay_type}": fails at step {step}'):
             share = function(step, start, end)
         if not isinstance(share, int | float) or not 0 <= share <= 1:
-            where = own.place(own.function_of(_KEY, cfg.decay_type))
-            raise UserError(f"{setting}: returns {share!r} at step {step}; must be a number from 0.0 to 1.0 ({where})")
+            raise own.fault_of(_KEY, cfg.decay_type, f"returns {share!r} at step {step}; must be a number from 0.0 to 1.0")
         return float(share)
 
     return decay
@@ -113,8 +110,7 @@ def _check_own(config: Config) -> None:
     schedule, name = build_schedule(config), config.lr_scheduler.decay_type
     for step in _probed(schedule, _PROBES):
         if schedule.at(step) != schedule.at(step):
-            where = own.place(own.function_of(_KEY, name))
-            raise UserError(f'{_KEY} = "{name}": returns two different values at step {step} ({where})')
+            raise own.fault_of(_KEY, name, f"returns two different values at step {step}")
 
 
 def _probed(schedule: Schedule, most: int) -> Iterable[int]:
@@ -129,5 +125,4 @@ def check_ranks(schedule: Schedule, config: Config) -> None:
     cfg = config.lr_scheduler
     # rounded: the C libraries of two nodes may differ in the last bit
     if ":" in cfg.decay_type and not process.same_everywhere(str([f"{schedule.at(n):.9g}" for n in _probed(schedule, 100)])):
-        where = own.place(own.function_of(_KEY, cfg.decay_type))
-        raise UserError(f'{_KEY} = "{cfg.decay_type}": differs between ranks; must depend on its arguments alone ({where})')
+        raise own.fault_of(_KEY, cfg.decay_type, "differs between ranks; must depend on its arguments alone")

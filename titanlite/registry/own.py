@@ -114,7 +114,7 @@ def with_options(
         inspect.signature(part).bind(*given, **options, **dict.fromkeys(ours))
     except TypeError as error:  # also for an option that is missing
         takes = ", ".join([*given, *ours])
-        raise UserError(f'{key} = "{name}": must take {takes}, then {table} by keyword: {error} ({place(part)})') from None
+        raise fault_of(key, name, f"must take {takes}, then {table} by keyword: {error}") from None
     return functools.partial(part, **options)
 
 
@@ -161,6 +161,11 @@ def token_loss(config: Config) -> Callable[..., Any] | None:
     if not distillation.teacher and takes is not None and takes.default is takes.empty:
         raise UserError(f'{key} = "{cfg.loss}": takes {named}, so set distillation.teacher')
     return with_options(key, cfg.loss, ("logits", "labels"), cfg.loss_options, (named,) if distillation.teacher else ())
+
+
+def fault_of(key: str, name: str, what: str) -> UserError:
+    """A fault of the part that a key names: the message ends with the part's file and line."""
+    return UserError(f'{key} = "{name}": {what} ({place(part_of(key, name))})')
 
 
 def place(part: Callable[..., Any]) -> str:
