@@ -69,18 +69,17 @@ def test_a_rank_is_one_step_ahead_of_one_that_has_not_come_and_no_more(pools: di
     assert pools[2].run(f"{HERE}:one_step_ahead", folder=tmp_path) == [True, True]
 
 
-def patience() -> tuple[float, float]:
-    """Timeouts in seconds of the stopping group and of a group with its own, if the default group's was 60."""
+def patience() -> list[float]:
+    """Timeouts in seconds of the default group, of the stopping one, and of one with its own, after they were set to 7."""
     asked, own = stop.Stop(0.0), dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=11))
     set_timeout(7, but=own)
-    set_by, left_out = (
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (asked.group, own)
-    )
+    groups = dist.group.WORLD, asked.group, own
+    found = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     set_timeout(60)
     dist.destroy_process_group(own)
     asked.close()
-    return set_by, left_out
+    return found
 
 
-def test_the_stopping_group_has_the_timeout_of_a_step_and_a_group_with_its_own_keeps_it(pools: dict[int, Pool]):
-    assert pools[2].run(f"{HERE}:patience") == [(7.0, 11.0)] * 2
+def test_every_group_has_the_timeout_of_a_step_but_one_with_its_own(pools: dict[int, Pool]):
+    assert pools[2].run(f"{HERE}:patience") == [[7.0, 7.0, 11.0]] * 2
