@@ -1,18 +1,15 @@
 """A loss other than cross entropy gives the losses, norms and gradients of one process if the mesh splits its tokens."""
 
-import functools
 from typing import Any
 
 import pytest
 
-from tests.distributed.pool import Pool
+from tests.distributed.as_one import as_one_process, trajectory_of
 from tests.distributed.scenarios import MODES, config_of
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
-from titanlite.parallel.mesh import ranks_of
-from titanlite.verify.compare import Trajectory, compare
+from titanlite.verify.compare import compare, replaced
 
-TRAJECTORY = "tests.distributed.scenarios:trajectory"
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp 2, a vocabulary that it does not divide": ({"tp": 2}, {"model": {"flavor": "uneven"}}),
     "pp 2": ({"pp": 2}, {"parallelism": {"pipeline_parallel_schedule": "GPipe"}}),
@@ -28,24 +25,17 @@ def config_of_cell(degrees: dict[str, int], sections: dict[str, Any]) -> Config:
     return config_of(degrees, model.pop("flavor"), microbatches, model=model, training={"steps": 3, "z_loss": 1e-3}, **others)
 
 
-@functools.cache
-def alone(pool: Pool, flavor: str) -> Trajectory:
-    return pool.run(TRAJECTORY, degrees={}, config=config_of_cell({}, {"model": {"flavor": flavor}}))[0][0]
-
-
 @pytest.mark.parametrize("cell", slow_but([*CELLS][:3], CELLS))
 def test_another_loss_trains_as_on_one_process(pools, cell):
     degrees, sections = CELLS[cell]
-    found = pools[ranks_of(degrees)].run(TRAJECTORY, degrees=degrees, config=config_of_cell(degrees, sections))[0][0]
-    comparison = compare(found, alone(pools[1], sections.get("model", {}).get("flavor", "plain")))
-    assert [str(each) for each in comparison.excessive] == []
-    assert comparison.of("gradients")
+    model = {"model": sections.get("model", {})}
+    as_one_process(pools, degrees, lambda mesh: config_of_cell(mesh, sections if mesh else model))
 
 
 def test_a_run_trains_with_the_loss_that_the_key_names(pools):
     keys = {"loss": "tests.own.parts:smoothed", "loss_options": {"share": 0.1}}
     named = config_of({}, "plain", training={"steps": 3, "z_loss": 1e-3, **keys})
-    found = pools[1].run(TRAJECTORY, degrees={}, config=named)[0][0]
-    assert [str(each) for each in compare(found, alone(pools[1], "plain")).excessive] == []
-    other = named.model_copy(update={"training": named.training.model_copy(update={"loss_options": {"share": 0.3}})})
-    assert compare(pools[1].run(TRAJECTORY, degrees={}, config=other)[0][0], found).excessive
+    other = replaced(named, training={"loss_options": {"share": 0.3}})
+    expected, found, differs = (trajectory_of(pools, {}, each) for each in (config_of_cell({}, {}), named, other))
+    assert [str(each) for each in compare(found, expected).excessive] == []
+    assert compare(differs, found).excessive

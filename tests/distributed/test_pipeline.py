@@ -3,7 +3,6 @@ test_variants.py resumes.
 """
 
 import contextlib
-import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.block_graphs import EXPLICIT, drawn
+from tests.distributed.as_one import as_one_process
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, MODES, config_of, mesh_of, rank_batches
 from tests.distributed.test_resume import Degrees
@@ -28,7 +28,7 @@ from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
 from titanlite.plan.step import local_bytes, simulated_ranks
 from titanlite.registry.family import family_of
-from titanlite.verify.compare import Comparison, Trajectory, compare, replaced
+from titanlite.verify.compare import replaced
 
 HERE = "tests.distributed.test_pipeline"
 TWO, FOUR = {"pp": 2}, {"pp": 4}
@@ -79,18 +79,9 @@ def config_of_cell(degrees: Degrees, changes: tuple[dict[str, Any], ...]) -> Con
     return config_of(degrees, sections["model"].pop("flavor", "deep"), microbatches, **sections)
 
 
-@functools.cache
-def reference(pool: Pool, config: str) -> Trajectory:
-    return pool.run("tests.distributed.scenarios:trajectory", degrees={}, config=Config.model_validate_json(config))[0][0]
-
-
 @pytest.mark.parametrize("cell", slow_but([*CELLS], CELLS | SLOW))
-def test_gradients_are_those_of_one_process(pools, cell, record_property):
-    degrees, changes = (CELLS | SLOW)[cell]
-    comparison = compared_with_one_process(pools, degrees, changes)
-    record_property("worst", str(comparison))
-    assert [str(each) for each in comparison.excessive] == []
-    assert comparison.of("gradients")
+def test_gradients_are_those_of_one_process(pools, cell):
+    assert_as_one_process(pools, *(CELLS | SLOW)[cell])
 
 
 @pytest.mark.slow
@@ -98,16 +89,17 @@ def test_gradients_are_those_of_one_process(pools, cell, record_property):
 def test_a_random_graph_of_blocks_equals_one_process(pools, seed):
     numbers = random.Random(seed)
     schedule = numbers.choice([{}, INTERLEAVED, FLAT, BFS])
-    comparison = compared_with_one_process(pools, TWO, (graph(drawn(numbers, EXPLICIT)), schedule))
-    assert [str(each) for each in comparison.excessive] == []
+    assert_as_one_process(pools, TWO, (graph(drawn(numbers, EXPLICIT)), schedule))
 
 
-def compared_with_one_process(pools: dict[int, Pool], degrees: Degrees, changes: tuple[dict[str, Any], ...]) -> Comparison:
-    there = config_of_cell(degrees, changes)
-    alone = config_of_cell({}, tuple({key: change[key] for key in change if key != "parallelism"} for change in changes))
-    alone = alone.model_copy(update={"compile": Config().compile, "activation_checkpoint": Config().activation_checkpoint})
-    found, _ = pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=there)[0]
-    return compare(found, reference(pools[1], alone.model_dump_json()))
+def assert_as_one_process(pools: dict[int, Pool], degrees: Degrees, changes: tuple[dict[str, Any], ...]) -> None:
+    """The one process neither compiles nor recomputes."""
+
+    def configured(mesh: Degrees) -> Config:
+        left_out = () if mesh else ("parallelism", "compile", "activation_checkpoint")
+        return config_of_cell(mesh, tuple({key: change[key] for key in change if key not in left_out} for change in changes))
+
+    as_one_process(pools, degrees, configured)
 
 
 def another_number_of_microbatches() -> str:
@@ -154,8 +146,7 @@ def test_ranks_run_the_predicted_passes(pools, schedule):
 
 SENT = {
     "pp 2 x shard 2": (SHARD, ()),
-    "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
-    "pp 2 x tp 2, values of the first block": (TP, (VALUES,)),
+    "pp 2 x tp 2, interleaved, values of the first block": (TP, (INTERLEAVED, VALUES)),
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.test_resume import reports
 from tests.end_to_end.forked import prepare, train
 from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch, run
 from tests.waiting import until
@@ -69,10 +70,6 @@ def working_folder(folder: Path) -> Path:
     (folder / "own/model.py").write_text(OWN_MODEL)
     (folder / "data.txt").write_text("".join(f"Line {i} of the data says {i * i}.\n" for i in range(400)))
     return folder
-
-
-def reports(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
