@@ -3,7 +3,6 @@
 test_cuda_shim.py finds host syncs.
 """
 
-import json
 import math
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests import tiny_poison
+from tests.distributed import test_resume
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of
@@ -197,14 +197,12 @@ def run(
 
 
 def reports(folder: Path) -> list[tuple[int, float, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [(report["step"], report["loss"], report["grad_norm"]) for report in map(json.loads, lines)]
+    return [(report["step"], report["loss"], report["grad_norm"]) for report in test_resume.reports(folder)]
 
 
 def means(folder: Path) -> dict[int, float]:
     """step -> the reported mean loss."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return {report["step"]: report["loss_mean"] for report in map(json.loads, lines)}
+    return {report["step"]: report["loss_mean"] for report in test_resume.reports(folder)}
 
 
 def checksums(folder: Path, step: int) -> dict[str, str]:
@@ -294,18 +292,10 @@ def test_two_bad_batches_are_left_out_for_any_interval_of_reading_losses(pools, 
 FLOAT8 = {"float8": {"enable": True, "emulate": True, "enable_fsdp_float8_all_gather": True}}
 
 
-@pytest.mark.parametrize(
-    ("degrees", "sections"),
-    [
-        ({}, {"optimizer": {"implementation": "foreach"}}),
-        # at this rate the largest weights grow past powers of two between checkpoint and rollback, and so do their scales
-        ({"dp_shard": 2}, FLOAT8 | {"optimizer": {"lr": 0.05}}),
-    ],
-    ids=["foreach", "float8 scales of gathered weights"],
-)
-def test_a_rollback_at_the_end_gives_the_tensors_of_a_run_without_the_batch(pools, tmp_path, degrees, sections):
-    if "float8" in sections:
-        pytest.importorskip("torchao", reason="needs torchao")
+def test_a_rollback_at_the_end_restores_the_float8_scales_of_gathered_weights(pools, tmp_path):
+    """At this rate the largest weights grow past powers of two between checkpoint and rollback, and so do their scales."""
+    pytest.importorskip("torchao", reason="needs torchao")
+    degrees, sections = {"dp_shard": 2}, FLOAT8 | {"optimizer": {"lr": 0.05}}
     run(pools, degrees, tmp_path / "run", "rollback", BAD, log_freq=12, **sections)
     run(pools, degrees, tmp_path / "expected", "stop", {}, steps=5, **sections)
     skip_to(tmp_path / "expected", 5, 64)

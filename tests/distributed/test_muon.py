@@ -19,8 +19,6 @@ from titanlite.optim import muon
 from titanlite.optim.build import is_orthogonalized
 from titanlite.optim.whole_matrices import Redistribution
 from titanlite.parallel.mesh import ranks_of
-from titanlite.plan.predict import predict
-from titanlite.registry.family import load_family
 from titanlite.transforms.shards import local_part
 from titanlite.verify.compare import compare
 
@@ -170,16 +168,3 @@ def test_unsplit_experts_are_not_sent_and_others_are_sent_once_each_rank_has_a_m
     stacks = [(8, 4, 6), (5, 4, 6), (3, 8, 6), (1, 8, 6)]
     assert pools[4].run(f"{HERE}:all_to_alls", shapes=stacks, dim=0) == [0] * 4
     assert pools[4].run(f"{HERE}:all_to_alls", shapes=stacks, dim=1) == [2 * 3] * 4  # (8, 4, 6), (5, 4, 6), the others
-
-
-# ------------------------------------------------------------------------------------------------------------- whole runs
-
-
-@pytest.mark.parametrize("family", [pytest.param("tests.tiny", marks=pytest.mark.slow), "tests.tiny_moe"])
-def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_other_parameters(family):
-    config = config_of(ONE, model={"name": family}, optimizer=MUON)
-    model = load_family(family, "plain").on_meta()
-    matrices = sum(p.numel() for name, p in model.named_parameters() if is_orthogonalized(name, p, config.optimizer))
-    every = sum(p.numel() for p in model.parameters())
-    assert 0 < matrices < every
-    assert predict(config, 1).memory.moments == 8 * every - 4 * matrices

@@ -1,6 +1,5 @@
 """Validation: the same loss in every round and on every mesh, without effect on training."""
 
-import json
 import math
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from models.attention import SeqInfo
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, full_run, learnable_data, learnable_ids, mesh_of
+from tests.distributed.test_resume import reports
 from tests.token_files import data_of, mix_of
 from titanlite.loop.step import begin_training, build_model
 from titanlite.loop.validation import pass_length, validate
@@ -18,11 +18,6 @@ from titanlite.registry.family import family_of, load_family
 from titanlite.verify.compare import replaced
 
 HERE = "tests.distributed.test_validation"
-MESHES = [
-    {"dp_shard": 4},
-    {"dp_shard": 2, "tp": 2},
-    {"dp_shard": 2, "cp": 2},
-]
 
 
 def run(pools: dict[int, Pool], degrees: dict[str, int], folder: Path, **sections) -> list[dict]:
@@ -35,7 +30,7 @@ def run(pools: dict[int, Pool], degrees: dict[str, int], folder: Path, **section
         **sections,
     )
     pools[math.prod(degrees.values())].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return reports(folder)
 
 
 # The data has 156 samples of this length: 19 batches of 8, and 4 samples in the last, in which not all ranks have a part.
@@ -47,7 +42,7 @@ def reference(pools, tmp_path_factory) -> list[dict]:
     return run(pools, {}, tmp_path_factory.mktemp("one"), validation=ALL)
 
 
-@pytest.mark.parametrize("degrees", [*MESHES[:2], pytest.param(MESHES[2], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("degrees", [{"dp_shard": 4}, pytest.param({"dp_shard": 2, "cp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tmp_path, reference, degrees):
     found = run(pools, degrees, tmp_path, validation=ALL)
     for key in ("validation_loss", "validation_bits_per_byte"):

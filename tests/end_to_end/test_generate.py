@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.attention import Cache
 from tests.end_to_end.forked import Done, prepare, titanlite, train
-from tests.end_to_end.test_oracle import MODELS, both_models, give
+from tests.end_to_end.test_oracle import MODELS, OF_EACH_FAMILY, both_models, give
 from titanlite.inference.generate import Sampling, generate
 
 PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
@@ -32,12 +32,10 @@ def restless_models(name: str, flavor: str) -> tuple[nn.Module, nn.Module]:
     return ours, theirs
 
 
-# the first flavor of each family is in `make test`; test_oracle.py has the logits of all
-_FEW = {name: (name, flavor) for name, flavor in reversed(MODELS)}.values()
-
-
 @pytest.mark.parametrize(
-    ("name", "flavor"), [each if each in _FEW else pytest.param(*each, marks=pytest.mark.slow) for each in MODELS]
+    ("name", "flavor"),
+    # test_oracle.py has the logits of all
+    [each if each in OF_EACH_FAMILY else pytest.param(*each, marks=pytest.mark.slow) for each in MODELS],
 )
 def test_greedy_text_equals_transformers_beyond_the_window_and_the_first_growth_of_the_cache(name, flavor, monkeypatch):
     monkeypatch.setattr(Cache, "_STEP", 16)
