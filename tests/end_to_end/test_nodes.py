@@ -24,7 +24,7 @@ def test_launchers_with_another_configuration_and_other_code_end_on_all_nodes(fo
     with open(other / "titanlite/loop/loss.py", "a") as file:
         file.write("CHANGED = True\n")
     nodes = [("0", ROOT, []), ("1", other, ["--optimizer.lr", "2e-3", "--lr_scheduler.warmup_steps", "1"])]
-    variables = {"NNODES": "2", "NGPU": "2", "RDZV_ENDPOINT": f"localhost:{free_port()}", "OMP_NUM_THREADS": "1"}
+    variables = {"NNODES": "2", "NGPU": "1", "RDZV_ENDPOINT": f"localhost:{free_port()}", "OMP_NUM_THREADS": "1"}
     started = [
         launch("run.toml", *words, folder=folder, script=root / "run_train.sh", NODE_RANK=number, **variables)
         for number, root, words in nodes

@@ -14,10 +14,10 @@ def verify(folder: Path, name: str, *words: str, flavor: str = "large") -> Done:
 
 
 def test_a_sound_model_is_equal_on_every_mesh(tmp_path):
-    ended = verify(tmp_path, "tests.tiny", "--mesh", "1", "--mesh", "dp_shard=2,tp=2", "--steps", "2")
+    ended = verify(tmp_path, "tests.tiny", "--mesh", "1", "--mesh", "tp=2", "--steps", "2")
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "equal within float32 rounding"
-    assert any(line.startswith("dp_shard=2,tp=2") and "equal     equal" in line for line in ended.out.splitlines())
+    assert any(line.startswith("tp=2") and "equal     equal" in line for line in ended.out.splitlines())
 
 
 @pytest.mark.slow

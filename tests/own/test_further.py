@@ -20,7 +20,7 @@ from tests.distributed.cover import PLAIN
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, GRAPHS, config_of, degrees_of
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, reports, resumes_once, run
-from tests.distributed.test_variants import MOE, SPLIT
+from tests.distributed.test_variants import MOE, SHARD, SPLIT
 from tests.forks.right import value_residual
 from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
@@ -167,8 +167,8 @@ def test_a_mesh_trains_on_documents_as_one_process_does(pools, mesh):
 
 
 def test_blocks_of_mtp_modules_need_no_graph_of_their_own(pools):
-    config = configured({"tp": 2}, compile={"enable": True, "backend": "aot_eager"})
-    assert pools[2].run("tests.distributed.scenarios:trajectory", degrees={"tp": 2}, config=config)[0][1] == GRAPHS
+    config = configured(ONE, compile={"enable": True, "backend": "aot_eager"})
+    assert pools[1].run("tests.distributed.scenarios:trajectory", degrees=ONE, config=config)[0][1] == GRAPHS
 
 
 @pytest.mark.parametrize(("name", "precision"), [("tests.tiny", "float16"), ("tests.forks.tied_in_constructor", "bfloat16")])
@@ -188,7 +188,7 @@ def test_a_run_reports_the_mtp_loss_resumes_bit_for_bit_and_exports_a_model_with
     keys: dict[str, Any] = {"training": {"predict_further": 1, "predict_further_weight": WEIGHT}}
     keys["validation"] = {"enable": True, "steps": 1, "freq": STEPS}
     keys["optimizer"] = {"ema_decay": 0.9}
-    resumes_once(pools, TWO_BY_TWO, tmp_path, **keys)
+    resumes_once(pools, SHARD, tmp_path, **keys)
     first, *_, last = reports(tmp_path / "whole")
     own = last["loss"] - WEIGHT * last["further_loss"]  # before the update of this step
     assert last["validation_loss"] == pytest.approx(own, rel=0.1)
@@ -204,7 +204,7 @@ def test_a_run_reports_the_mtp_loss_resumes_bit_for_bit_and_exports_a_model_with
         model = pools[1].run(f"{HERE}:names_of", source=checkpoint, average=average)[0]
         assert model and not any(name.startswith("further.") for name in model)
     with pytest.raises(WorkerFailure, match=r"training\.predict_further = 2, was 1: .*other parameters"):
-        run(pools, TWO_BY_TWO, tmp_path / "parts", STEPS + 1, **{**keys, "training": {"predict_further": 2}})
+        run(pools, SHARD, tmp_path / "parts", STEPS + 1, **{**keys, "training": {"predict_further": 2}})
 
 
 def names_of(source: Path, average: bool) -> list[str]:
