@@ -20,7 +20,7 @@ from tests.distributed.as_one import as_one_process, trajectory_of
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import config_of
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, resumes_once, run
-from tests.distributed.test_variants import MOE, SPLIT
+from tests.distributed.test_variants import MOE, SHARD, SPLIT
 from tests.own.test_loss import OwnLossHead, ScaledHead, with_head
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
@@ -162,7 +162,7 @@ def test_a_mesh_distills_as_one_process_does(pools, tmp_path, cell):
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_another_teacher_is_refused(pools, tmp_path):
     keys: dict[str, Any] = {"distillation": {"teacher": written(tmp_path / "teacher", "tests.tiny", "deep"), **HOW}}
-    found = resumes_once(pools, TWO_BY_TWO, tmp_path, **keys)
+    found = resumes_once(pools, SHARD, tmp_path, **keys)
     assert sum(name.startswith("model.") for name in found) == len(
         dict(load_family("tests.tiny", "plain").on_meta().named_parameters())
     )
@@ -170,7 +170,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_another_teacher_is_refused(p
     assert len(start["teacher"]) == 32
     keys["distillation"]["teacher"] = written(tmp_path / "another", "tests.tiny", "deep", seed=2)
     with pytest.raises(WorkerFailure, match=rf"teacher = '\w+', was '{start['teacher']}'(?s:.*)allow_changes teacher"):
-        run(pools, TWO_BY_TWO, tmp_path / "parts", STEPS + 1, **keys)
+        run(pools, SHARD, tmp_path / "parts", STEPS + 1, **keys)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
