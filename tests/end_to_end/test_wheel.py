@@ -61,6 +61,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     }
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_trains_outside_of_the_repository(environment, tmp_path):
     prepare(tmp_path, "llama3", "debug", training={"steps": 3, "local_batch_size": 1}, lr_scheduler={"warmup_steps": 0})
     imported = run(environment / "bin" / "python", "-c", "import titanlite; print(titanlite.__file__)", folder=tmp_path)

@@ -282,6 +282,7 @@ def test_a_prediction_and_the_reported_flops_count_the_teachers_weights_and_its_
     assert training_flops(student, config).palm - training_flops(student, plain).palm == forward
 
 
+@pytest.mark.slow
 def test_a_prediction_with_a_teacher_knows_what_the_compiler_recomputes(tmp_path):
     """The teacher was built after the student, so that the compiler seemed to keep what a teacher keeps: everything."""
     teacher = written(tmp_path / "teacher", "tests.tiny", "deep")

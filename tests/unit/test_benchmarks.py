@@ -13,7 +13,6 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.estimates import estimate_gib
 from benchmarks.gpu.plan import PARTS, named, options_of, training_runs, words_of
 from models import llama3
-from tests.repetitions import slow_but
 from titanlite.config.read import read_config
 from titanlite.loop.checks import check
 from titanlite.registry.family import Family
@@ -52,7 +51,8 @@ _LARGEST = (
 )
 
 
-@pytest.mark.parametrize("name", slow_but(_LARGEST[:1], _LARGEST))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _LARGEST)
 def test_the_largest_training_runs_for_gpus_fit_by_their_estimates(name):
     found = estimate_gib(_TRAINED[name], 1, rehearse=False)
     assert found["fits"], found

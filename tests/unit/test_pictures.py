@@ -18,6 +18,7 @@ def words(svg: str) -> list[str]:
     return [each.text or "" for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_is_drawn_committed_and_shown(name):
     drawn = words(SMALL.get(name, pictures.PICTURES[name])().svg())

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 
 import models.torch_private
@@ -107,6 +108,7 @@ def test_every_private_name_exists_in_this_pytorch():
     assert gone == [], f"PyTorch {torch.__version__} has no longer"
 
 
+@pytest.mark.slow
 def test_a_module_is_found_regardless_of_earlier_imports():
     """Until something loads it, a module is no attribute of its package: torch._functorch.config was missing without dynamo.
 
