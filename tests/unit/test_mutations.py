@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.mutations.faults import ROOT, Fault, read_faults, with_fault
+from tests.mutations.faults import ROOT, read_faults, with_fault
 from tests.mutations.score import DOCUMENT, document, read_score
 
 FAULTS = read_faults()
@@ -26,21 +26,6 @@ def test_at_least_forty_faults_of_other_frameworks_each_name_their_report():
     assert len(reported) >= 40
     assert all(fault.source.startswith("https://github.com/") and fault.named and fault.model for fault in reported)
     assert len({fault.id for fault in FAULTS}) == len(FAULTS)
-
-
-@pytest.mark.parametrize(
-    ("function", "before", "message"),
-    [
-        ("absent", "b * 2", r"x \(why\) has lost its place: no function .* is named absent.*history\.json"),
-        ("add", "b * 3", "models.one.add: 0 places have `b \\* 3`"),
-        ("one.add", "b", "models.one.add: 2 places have `b`"),
-    ],
-)
-def test_a_fault_without_one_place_says_what_to_do(tmp_path, function, before, message):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "one.py").write_text("def add(a, b):\n    return b + b * 2\n")
-    with pytest.raises(LookupError, match=message):
-        with_fault(tmp_path, Fault("x", function, before, "0", "why", []))
 
 
 def test_the_page_of_the_proofs_has_the_tables_of_their_results():
