@@ -218,7 +218,8 @@ def faults(config: Config, vocabulary: int) -> Iterator[str]:
 
 def _digest(row: Row) -> str:
     """Equal for equal rows."""
-    return digest(*(str(part if part is None else [*part]) for part in (row.pieces, row.ids[:].tolist(), row.loss)))
+    labels = None if row.loss is None else [*row.loss[:]]
+    return digest(str(row.pieces), str(row.ids[:].tolist()), str(labels))
 
 
 def check_repeats(own: OwnSource) -> None:

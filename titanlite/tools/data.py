@@ -112,7 +112,7 @@ def _show_sample(
 ) -> Iterator[str]:
     if isinstance(source, OwnSource):
         yield f"=== sample {number:,} (data rank {part}): {source.where(sample)}"
-        yield tokenizer.decode(source.read(sample).ids.tolist(), skip_special_tokens=False)
+        yield tokenizer.decode(source.read(sample).ids[:].tolist(), skip_special_tokens=False)
         return
     rows, row = source.locate(sample)
     yield f"=== sample {number:,} (data rank {part}): {source.name}, {rows.file.prefix}.bin, row {row:,}"
