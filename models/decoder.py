@@ -31,6 +31,7 @@ class Decoder(nn.Module):
     layers: nn.ModuleDict  # blocks by global index, "0", "1", ...; each block is one unit of FSDP, compile and recomputation
     head: Head | None
     further: nn.ModuleDict  # only with training.predict_further: the Further modules of models/further.py
+    tensor_parallel: int = 1  # ranks that a layer is split over; a forward pass needs a multiple of as many tokens
     context: tuple[DeviceMesh, Literal["gather", "ulysses"]] | None = None  # ranks that a sequence is split over, and how
     teacher: Any = None  # titanlite.loop.distillation.Teacher, a second model that is not trained
     pipeline: Any = None  # titanlite.parallel.pipeline.Pipeline, where other ranks have the other blocks

@@ -167,7 +167,7 @@ class Run:
         tokenizer = exported.tokenizer()
         if tokenizer is None:
             raise UserError(f"{self.folder}: has no tokenizer")
-        return continue_texts(_loaded(exported), tokenizer, prompts, max_new_tokens, sampling or Sampling(), tp=1)
+        return continue_texts(_loaded(exported), tokenizer, prompts, max_new_tokens, sampling or Sampling())
 
     def _opened(self, checkpoint: Path | None, name: str) -> Exported:
         return Exported(Stored(checkpoint or self.checkpoints()[-1]), named=name)

@@ -195,7 +195,7 @@ def train(
                     measured = validate(model, validation, config, mesh, device, ema_of(optimizer))
                 if tokenizer:
                     with clock.phase(step, "writing samples"):
-                        reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
+                        reporter.samples(step, sample_texts(model, config, tokenizer))
             validated = True
         if reporting:
             values = {"loss_mean": progress.loss_mean, "loss": steps[-1].loss, "grad_norm": steps[-1].norm}

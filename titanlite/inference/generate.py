@@ -32,9 +32,7 @@ class Sampling(NamedTuple):
 
 
 @phase("generating")
-def continue_texts(
-    model: Decoder, loaded: LoadedTokenizer, texts: Sequence[str], tokens: int, sampling: Sampling, tp: int
-) -> list[str]:
+def continue_texts(model: Decoder, loaded: LoadedTokenizer, texts: Sequence[str], tokens: int, sampling: Sampling) -> list[str]:
     """Each text, continued by at most `tokens` tokens. It begins as a document in training does; an empty one with the
     end-of-text token.
 
@@ -45,7 +43,7 @@ def continue_texts(
     prompts = [loaded.begun(loaded.encode(text)) or [end] for text in texts]
     if (largest := max(max(ids) for ids in prompts)) >= (vocabulary := model.config.vocab_size):
         raise UserError(f"the tokenizer gives id {largest}, but the model has a vocabulary of {vocabulary}")
-    new = generate(model, prompts, tokens, end, sampling, tp)
+    new = generate(model, prompts, tokens, end, sampling)
     # decoded with the prompt, because the first word of a separate text may lose the space before it
     both = [(loaded.decode(p, skip_special_tokens=False), loaded.decode(p + n, skip_special_tokens=False))
             for p, n in zip(prompts, new, strict=True)]  # fmt: skip
@@ -58,26 +56,24 @@ def generate(
     tokens: int,
     end: int | None,
     sampling: Sampling,
-    tp: int = 1,
     is_done: Callable[[list[int]], bool] = lambda new: False,
 ) -> list[list[int]]:
     """At most `tokens` new ids for each prompt of at least one id, up to but not including the id `end`.
 
-    tp: the degree of tensor parallelism. is_done: whether generation of a row may stop, given its new ids.
+    is_done: whether generation of a row may stop, given its new ids.
     """
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
     position = torch.tensor([[len(prompt) - 1] for prompt in prompts])  # (prompts, 1), of the last token of each row
     generators = [torch.Generator().manual_seed(_mixed(sampling.seed, row)) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     active = set(range(len(prompts)))
-    real = (torch.arange(tp) == 0).expand(len(prompts), -1)
+    real = torch.ones_like(last, dtype=torch.bool)
     cache = _open_cache(model, [len(prompt) + tokens - 1 for prompt in prompts])  # the last token is not read
     # a compiled block would be recompiled for every shape of a prompt and of the cache
     with evaluating(model), torch.compiler.set_stance("force_eager"):
-        _prefill(model, [prompt[:-1] for prompt in prompts], cache, tp)
+        _prefill(model, [prompt[:-1] for prompt in prompts], cache)
         for _ in range(tokens):
-            # Tensor parallelism needs a multiple of tp tokens: only the first counts, and later steps overwrite the others.
-            logits = _logits(model, F.pad(last, (0, tp - 1)), position + torch.arange(tp), real, cache)
+            logits = _logits(model, last, position, real, cache)
             chosen = draw(logits[:, 0].float().cpu(), sampling, generators)  # on CPU, so that all devices draw the same
             for row in sorted(active):
                 if chosen[row] != end:
@@ -90,24 +86,21 @@ def generate(
     return new
 
 
-def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tp: int = 1) -> list[tuple[float, bool]]:
+def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
     """The log-probability of each continuation after its context, and whether it equals that of greedy sampling. The logarithm
     is natural, summed over the tokens. Contexts and continuations have at least one id.
     """
-    inputs = _rows([[context[-1], *new[:-1]] for context, new in pairs], tp)
-    targets = _rows([list(new) for _, new in pairs], tp)
-    lengths = torch.tensor([len(new) for _, new in pairs])
+    inputs, real = _rows([[context[-1], *new[:-1]] for context, new in pairs])
+    targets, _ = _rows([new for _, new in pairs])
     position = torch.tensor([[len(context) - 1] for context, _ in pairs])
     sums = torch.zeros(len(pairs), dtype=torch.float64)
     greedy = torch.ones(len(pairs), dtype=torch.bool)
     cache = _open_cache(model, [len(context) + len(new) - 1 for context, new in pairs])
     with evaluating(model), torch.compiler.set_stance("force_eager"):
-        _prefill(model, [context[:-1] for context, _ in pairs], cache, tp)
-        for columns in _parts(inputs.shape[1], tp):
-            columns_read = torch.arange(columns.start, columns.stop)
-            real = columns_read < lengths[:, None]
-            logits = _logits(model, inputs[:, columns], position + columns_read, real, cache).float()
-            labels, counted = targets[:, columns].to(logits.device), real.to(logits.device)
+        _prefill(model, [context[:-1] for context, _ in pairs], cache)
+        for columns in _parts(inputs):
+            logits = _logits(model, inputs[:, columns], position + columns.start, real[:, columns], cache).float()
+            labels, counted = targets[:, columns].to(logits.device), real[:, columns].to(logits.device)
             target_logprobs = logits.log_softmax(dim=-1).gather(-1, labels[..., None])[..., 0]
             sums += torch.where(counted, target_logprobs, 0.0).double().sum(1).cpu()
             greedy &= ((logits.argmax(dim=-1) == labels) | ~counted).all(1).cpu()
@@ -127,31 +120,38 @@ def _family_of(model: Decoder) -> str:
     return next(name for name in modules if name.partition(".")[0] not in ("torch", "titanlite"))
 
 
-def _prefill(model: Decoder, texts: Sequence[Sequence[int]], cache: Cache, tp: int) -> None:
+def _prefill(model: Decoder, texts: Sequence[Sequence[int]], cache: Cache) -> None:
     """Writes texts, which may be empty, into the cache from position 0 on. The slots after a shorter text hold padding."""
-    rows, lengths = _rows(texts, tp), torch.tensor([len(text) for text in texts])
-    for columns in _parts(rows.shape[1], tp):
-        positions = torch.arange(columns.start, columns.stop).expand(len(rows), -1)
-        _hidden(model, rows[:, columns], positions, positions < lengths[:, None], cache)
+    rows, real = _rows(texts)
+    for columns in _parts(rows):
+        first = torch.full((len(rows), 1), columns.start)
+        _hidden(model, rows[:, columns], first, real[:, columns], cache)
 
 
-def _rows(texts: Sequence[Sequence[int]], tp: int) -> Tensor:
-    """The texts padded with zeros: (texts, length of the longest, rounded up to a multiple of tp) int64."""
-    rows = torch.zeros(len(texts), -(-max(map(len, texts)) // tp) * tp, dtype=torch.int64)
+def _rows(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """(the texts padded with zeros, int64; False for this padding, bool), (texts, length of the longest) each."""
+    lengths = torch.tensor([len(text) for text in texts])
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    rows = torch.zeros(real.shape, dtype=torch.int64)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = torch.tensor(text, dtype=torch.int64)
-    return rows
+    return rows, real
 
 
-def _parts(width: int, tp: int) -> list[slice]:
+def _parts(rows: Tensor) -> list[slice]:
     """The columns of each forward pass."""
-    step = -(-_PREFILL // tp) * tp
-    return [slice(first, min(first + step, width)) for first in range(0, width, step)]
+    return [slice(first, first + _PREFILL) for first in range(0, rows.shape[1], _PREFILL)]
 
 
-def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cache: Cache) -> Tensor:
-    """Hidden states of tokens (batch, seq) at these positions; real: (batch, seq) bool, False for padding."""
+def _hidden(model: Decoder, tokens: Tensor, first: Tensor, real: Tensor, cache: Cache) -> Tensor:
+    """Hidden states of tokens (batch, seq) at positions from `first` (batch, 1) on; real: (batch, seq) bool, False for padding.
+
+    Tensor parallelism needs a multiple of its degree: more padding follows, which later tokens overwrite in the cache.
+    """
     device = next(model.parameters()).device
+    fill = (0, -tokens.shape[1] % model.tensor_parallel)
+    tokens, real = F.pad(tokens, fill), F.pad(real, fill)
+    positions = first + torch.arange(tokens.shape[1])
     cache.reserve(int(positions.max()) + 1)
     cache.real = real.to(device)
     hidden = model(tokens.to(device), SeqInfo(positions.to(device), cache=cache))
@@ -161,9 +161,9 @@ def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cac
     return hidden
 
 
-def _logits(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cache: Cache) -> Tensor:
+def _logits(model: Decoder, tokens: Tensor, first: Tensor, real: Tensor, cache: Cache) -> Tensor:
     assert model.head is not None, "a pipeline stage without head has no logits"
-    return model.head(_hidden(model, tokens, positions, real, cache))
+    return model.head(_hidden(model, tokens, first, real, cache))[:, : tokens.shape[1]]
 
 
 def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:

@@ -59,10 +59,10 @@ def validate(
     return values
 
 
-def sample_texts(model: Decoder, config: Config, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
+def sample_texts(model: Decoder, config: Config, tokenizer: LoadedTokenizer) -> list[str]:
     """What the model writes after each of validation.sample_prompts; all ranks together."""
     cfg, sampling = config.validation, Sampling(seed=config.training.seed)
-    return continue_texts(model, tokenizer, cfg.sample_prompts, cfg.sample_tokens, sampling, mesh["tp"].size())
+    return continue_texts(model, tokenizer, cfg.sample_prompts, cfg.sample_tokens, sampling)
 
 
 def _measured(suffix: str, total: torch.Tensor) -> dict[str, float | None]:

@@ -168,6 +168,7 @@ def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> Non
 
     `sharding_faults` must have found none in the family's sharding table.
     """
+    model.tensor_parallel = tp.size()
     if tp.size() == 1:
         return
     with keeping_ties(model):

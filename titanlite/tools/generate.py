@@ -90,4 +90,4 @@ def _continuations(device: torch.device, source: Path, options: argparse.Namespa
     """Each prompt with its continuation."""
     opened = open_as(options, source, device)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    return continue_texts(opened.model, opened.tokenizer, options.prompt, options.max_new_tokens, sampling, opened.tp)
+    return continue_texts(opened.model, opened.tokenizer, options.prompt, options.max_new_tokens, sampling)

@@ -45,7 +45,7 @@ class Harness(TemplateLM):
         ordered = Collator(requests, sort_fn=lambda request: -len(request[1]) - len(request[2]))
         scores: list[tuple[float, bool]] = []
         for batch in self._batches(ordered, disable_tqdm):
-            scores += score(self._loaded.model, [self._shortened(*pair) for _, *pair in batch], self._loaded.tp)
+            scores += score(self._loaded.model, [self._shortened(*pair) for _, *pair in batch])
         answers = ordered.get_original(scores)
         for (key, *_pair), answer in zip(requests, answers, strict=True):
             if key is not None:
@@ -94,7 +94,7 @@ class Harness(TemplateLM):
             return any(stop in text for stop in stops)
 
         prompts = [context[-(self._max_length - tokens) :] for context in contexts]
-        new = generate(self._loaded.model, prompts, tokens, self.eot_token_id, sampling, self._loaded.tp, is_done)
+        new = generate(self._loaded.model, prompts, tokens, self.eot_token_id, sampling, is_done)
         texts = [text_of(ids) for ids in new]
         return [text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))] for text in texts]
 

@@ -47,7 +47,6 @@ class LoadedModel(NamedTuple):
     model: Decoder
     seq_len: int  # training.seq_len of its run, or max_position_embeddings of a folder in Hugging Face's format
     tokenizer: LoadedTokenizer
-    tp: int  # the number of ranks that the model is split over
 
 
 def is_hf_folder(source: Path) -> bool:
@@ -123,7 +122,7 @@ def _open_checkpoint(
     if average:
         averages = {f"{AVERAGES}{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
         load.load_tensors(source, found, averages, [AVERAGE_UPDATES, *left_out[1:]], AVERAGES)
-    return LoadedModel(model.eval(), config.training.seq_len, tokenizer, dist.get_world_size())
+    return LoadedModel(model.eval(), config.training.seq_len, tokenizer)
 
 
 def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: str, name: str) -> LoadedModel:
@@ -135,7 +134,7 @@ def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: 
     model = build(found.family, config, device, DTYPES[dtype] if dtype else stored, dist.get_world_size())
     load_weights(model_tensors(model), weights)
     length = read_description(source).get("max_position_embeddings", _DEFAULT_LENGTH)
-    return LoadedModel(model.eval(), length, tokenizer, dist.get_world_size())
+    return LoadedModel(model.eval(), length, tokenizer)
 
 
 def build(family: Family, config: Config, device: torch.device, dtype: torch.dtype, tp: int = 1) -> Decoder:
