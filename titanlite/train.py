@@ -174,7 +174,7 @@ def train(
                 newest = saver.newest() if saver and incidents.are_bad(steps) else None  # waits for an unfinished save
                 bad = incidents.judge(steps, newest, loss_scale.scale.item() if loss_scale else None)
             if bad:  # removes later reports and checkpoints, and skips the bad samples
-                with clock.phase(step, "going back"), longer_than_a_step():
+                with clock.phase(step, "going back", "rollback"), longer_than_a_step():
                     restored = load()[0]
                     float8.measure_weights(model)
                     rollback = incidents.record_rollback(bad, step, restored.step)
@@ -191,10 +191,10 @@ def train(
         measured: dict[str, float | None] = {}
         if validation and validating:
             with contextlib.nullcontext() if validated else longer_than_a_step():  # the first time compiles
-                with clock.phase(step, "validation"):
+                with clock.phase(step, "validation", "validation"):
                     measured = validate(model, validation, config, mesh, device, ema_of(optimizer))
                 if tokenizer:
-                    with clock.phase(step, "writing samples"):
+                    with clock.phase(step, "writing samples", "samples"):
                         reporter.samples(step, sample_texts(model, config, tokenizer))
             validated = True
         if reporting:
@@ -209,7 +209,7 @@ def train(
             log.info(console_line(step, training.steps, values))
             clock.restart()
         if saver and saving:
-            with clock.phase(step, "saving"):  # for as long as training waits
+            with clock.phase(step, "saving", "save"):  # for as long as training waits
                 progress = progress._replace(stream=stream_at(batches.state, progress.samples, mesh))
                 if saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress)):
                     own_code.call("at_save", step, step_folder(saves, step))
@@ -228,10 +228,10 @@ def train(
         log.info("stopping after step %d: %s%s", progress.step, stopping, "" if saver else "; nothing is saved")
     stop.close()
     if saver:
-        with clock.phase(step, "finishing"):
+        with clock.phase(step, "finishing", "save"):
             saver.finish()
         if config.checkpoint.last_save_in_hf and not stopping:
-            with clock.phase(step, "exporting"):
+            with clock.phase(step, "exporting", "save"):
                 save_in_hf(saves, progress.step, saver, config.model.name)
     for each in (batches, watch, reporter):
         each.close()

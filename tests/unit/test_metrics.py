@@ -25,7 +25,7 @@ def test_speed_excludes_pauses_and_reports_them(monkeypatch):
     with clock.phase(3, "reading data"):  # a part of training
         now += 2
     for seconds in (20, 5):
-        with clock.phase(3, "saving"):
+        with clock.phase(3, "saving", "save"):
             now += seconds
     with clock.phase(3, "forward and backward"):
         pass

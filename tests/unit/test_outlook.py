@@ -80,7 +80,7 @@ def logged(caplog, monkeypatch, config: Config, device="h200", active=True) -> l
         if number % 10 == 0:
             found.report({"data_wait_fraction": 0.01, "peak_memory_gib": 116.0}, 0)
         if number > 5 and number not in (10, 11):
-            with clock.phase(number, "saving"):
+            with clock.phase(number, "saving", "save"):
                 now += 7
     return [record.message for record in caplog.records]
 

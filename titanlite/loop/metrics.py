@@ -39,18 +39,6 @@ def largest_peak_gib(device: torch.device) -> float:
     return peak.item()
 
 
-# The phases of the loop that are pauses, which are no part of training.
-_PAUSES = {
-    "profiling": "profile",
-    "going back": "rollback",
-    "validation": "validation",
-    "writing samples": "samples",
-    "saving": "save",
-    "finishing": "save",
-    "exporting": "save",
-}
-
-
 class Clock:
     """Splits the time between two reports into training and named pauses such as saving."""
 
@@ -70,17 +58,17 @@ class Clock:
         self.pauses: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def phase(self, step: int, what: str) -> Iterator[None]:
+    def phase(self, step: int, what: str, pause: str = "") -> Iterator[None]:
         """A phase of a step, for the log of a rank that fails (launch/stacks.py) and for the time that reports count.
 
-        step: 0 before the first one. What _PAUSES does not name is training.
+        step: 0 before the first one. pause: the name of a pause, which is no part of training, for `add_pause`.
         """
         at(step, what)
         begin = time.perf_counter()
         with self._explained():
             yield
-        if name := _PAUSES.get(what):
-            self.add_pause(name, time.perf_counter() - begin)
+        if pause:
+            self.add_pause(pause, time.perf_counter() - begin)
 
     def add_pause(self, name: str, seconds: float) -> None:
         """Time of this interval that is not training: excluded from the speed, and reported as `<name>_seconds`."""

@@ -61,7 +61,7 @@ class Watch:
         self._finish_queue()  # a trace would otherwise begin with kernels of the step before
         # The profiler is set up in the step before, so that its set-up is not in the trace.
         if self.profiler is None:
-            with self.clock.phase(step, "profiling"):
+            with self.clock.phase(step, "profiling", "profile"):
                 on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
                 # acc_events only silences a warning of PyTorch 2.11; one profiler makes one trace
                 self.profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True, acc_events=True)
@@ -75,7 +75,7 @@ class Watch:
         if step % cfg.profile_freq or not (cfg.enable_profiling or cfg.enable_memory_snapshot):
             return
         self._finish_queue()
-        with self.clock.phase(step, "profiling"):
+        with self.clock.phase(step, "profiling", "profile"):
             if self.profiler is not None:
                 self.profiler.stop_trace()
                 with tolerated(cfg.save_traces_folder):
