@@ -18,6 +18,7 @@ from titanlite.config.read import suggest
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
+from titanlite.interfaces import Hooks
 from titanlite.loop.loss import to_microbatch
 from titanlite.optim.adam_bf16 import clear_remainders_of_zeros
 from titanlite.registry.family import import_named
@@ -25,13 +26,8 @@ from titanlite.registry.own import calling, place, with_options
 from titanlite.transforms import float8
 
 EXTRA, HOOKS = "metrics.extra", "hooks.modules"
-# The hooks of a module, each with the arguments that titanlite passes; titanlite/interfaces.py says when.
-ARGUMENTS = {
-    "after_building": ("model", "config"),
-    "after_step": ("step", "model", "optimizer"),
-    "at_report": ("step", "values"),
-    "at_save": ("step", "folder"),
-}
+# The hooks of a module, each with the arguments that titanlite passes.
+_ARGUMENTS = {name: [*inspect.signature(hook).parameters][1:] for name, hook in vars(Hooks).items() if name[0] != "_"}
 Pair = tuple[float, float]  # a sum, and the number of its terms
 _PAIRS = TypeAdapter(dict[str, Pair], config={"strict": True})
 
@@ -129,19 +125,19 @@ def _hooks_of(name: str) -> dict[str, Part]:
     """The hooks of a module, by name. Raises UserError for a module without hooks, or with an unknown one."""
     key = f'{HOOKS} = "{name}"'
     module = import_named(key, name, "it must be importable from here")
-    known = ", ".join(ARGUMENTS)
+    known = ", ".join(_ARGUMENTS)
     for each, part in vars(module).items():
         written_here = inspect.isfunction(part) and part.__module__ == module.__name__
-        if written_here and each.startswith(("after_", "at_")) and each not in ARGUMENTS:
-            raise UserError(f"{key}: {each} is no hook{suggest(each, list(ARGUMENTS))}; hooks are {known} ({place(part)})")
-    hooks = {each: Part(f"{key}: {each}", part) for each in ARGUMENTS if callable(part := vars(module).get(each))}
+        if written_here and each.startswith(("after_", "at_")) and each not in _ARGUMENTS:
+            raise UserError(f"{key}: {each} is no hook{suggest(each, list(_ARGUMENTS))}; hooks are {known} ({place(part)})")
+    hooks = {each: Part(f"{key}: {each}", part) for each in _ARGUMENTS if callable(part := vars(module).get(each))}
     if not hooks:
         raise UserError(f"{key}: has none of the functions {known} ({module.__file__})")
     for each, part in hooks.items():
         try:
-            inspect.signature(part.function).bind(*ARGUMENTS[each])
+            inspect.signature(part.function).bind(*_ARGUMENTS[each])
         except TypeError as error:
-            takes = ", ".join(ARGUMENTS[each])
+            takes = ", ".join(_ARGUMENTS[each])
             raise UserError(f"{part.source} must take {takes}: {error} ({place(part.function)})") from None
     return hooks
 
