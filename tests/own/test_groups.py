@@ -14,7 +14,6 @@ from tests.repetitions import slow_but
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.loop.remedies import with_keys
 from titanlite.optim.build import build_optimizer, model_faults, set_lr
 from titanlite.optim.state import named_state
 from titanlite.parallel.pipeline import faults as pipeline_faults
@@ -34,7 +33,7 @@ GROUPS = [
 
 def configured(groups: list[dict[str, Any]], **keys: Any) -> Config:
     config = config_of(ONE, optimizer={"groups": groups, "weight_decay": 0.3})
-    return with_keys(config, keys) if keys else config
+    return config.with_keys(keys)
 
 
 # ------------------------------------------------------------------------------------------------- one process, by hand
@@ -127,14 +126,14 @@ def test_a_stage_without_a_trained_block_and_muon_without_a_matrix_are_refused()
     config = config_of({"pp": 2}, optimizer={"groups": [{"pattern": "layers.1.*", "frozen": True}]})
     (fault,) = pipeline_faults(config, FAMILY, on_meta(FAMILY, config))
     assert "leave nothing to train in stage 1, blocks 1; each stage needs a trained parameter" in fault
-    config = with_keys(configured([{"pattern": "layers.*.w?.weight", "frozen": True}]), {"optimizer.name": "Muon"})
+    config = configured([{"pattern": "layers.*.w?.weight", "frozen": True}]).with_keys({"optimizer.name": "Muon"})
     (fault,) = model_faults(config.optimizer, on_meta(FAMILY, config))
     assert fault.startswith('optimizer.name = "Muon": the model has no trained matrix')
 
 
 def test_muon_runs_without_adamw_if_all_other_parameters_are_frozen(group_of_one):
     groups = [{"pattern": "layers.*.w?.weight"}, {"pattern": "*", "frozen": True}]
-    config = with_keys(configured(groups), {"optimizer.name": "Muon", "optimizer.implementation": "for-loop"})
+    config = configured(groups).with_keys({"optimizer.name": "Muon", "optimizer.implementation": "for-loop"})
     model = on_meta(FAMILY, config).to_empty(device="cpu")
     for p in model.parameters():
         torch.nn.init.normal_(p)

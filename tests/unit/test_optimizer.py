@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models import llama3
 from titanlite.config.schema import Config
 from titanlite.config.schema import Optimizer as Keys
-from titanlite.loop.remedies import with_keys
 from titanlite.optim import build
 from titanlite.optim.build import _of_all_at_once, _row_by_row, build_optimizer, clip_gradients, set_lr
 from titanlite.optim.state import named_state
@@ -158,7 +157,7 @@ MUON, BFLOAT16 = {"optimizer.name": "Muon"}, {"training.dtype": "bfloat16"}
 
 
 def _faults(keys: dict[str, Any]) -> list[str]:
-    return list(build.faults(with_keys(Config(), keys)))
+    return list(build.faults(Config().with_keys(keys)))
 
 
 PARAM, KERNEL = "training.mixed_precision_param", "optimizer.implementation"

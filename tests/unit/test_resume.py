@@ -18,7 +18,6 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.loop.remedies import with_keys
 from titanlite.loop.resume import (
     Progress,
     RunIdentity,
@@ -80,7 +79,7 @@ def test_only_changes_of_mathematics_data_and_code_can_be_allowed():
 
 @pytest.mark.parametrize(("key", "value"), [*(MUST_BE_ALLOWED | CANNOT_CHANGE | MAY_CHANGE).items()])
 def test_a_changed_key_is_noticed_only_where_it_matters(key, value):
-    found = [str(change.key) for change in changes(setting(with_keys(configuration(), {key: value})), stored().numbers)]
+    found = [str(change.key) for change in changes(setting(configuration().with_keys({key: value})), stored().numbers)]
     assert found == ([] if key in MAY_CHANGE else [key])
 
 

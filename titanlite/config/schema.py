@@ -466,12 +466,16 @@ class Config(StrictModel):
 
     def settled(self, hardware: Hardware) -> "Config":
         """The configuration with all keys that have no effect at their defaults, so that nothing can depend on them."""
-        changes: dict[str, dict[str, Any]] = {}
-        for key in self.idle(hardware):
-            changes.setdefault(key.section, {})[key.name] = key.default
-        sections = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
-        settled = self.model_copy(update=sections)
+        settled = self.with_keys({f"{key.section}.{key.name}": key.default for key in self.idle(hardware)})
         return settled if settled == self else settled.settled(hardware)  # what depended on them may have no effect either
+
+    def with_keys(self, keys: dict[str, Any]) -> "Config":
+        """A copy with other values of keys, such as {"training.steps": 5}, which are not validated."""
+        config = self
+        for key, value in keys.items():
+            section, _, name = key.partition(".")
+            config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        return config
 
     @property
     def schedule_steps(self) -> int:

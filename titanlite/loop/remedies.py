@@ -79,11 +79,3 @@ def remedies(config: Config, global_batch: int, training: bool = True) -> list[s
 def spelled(keys: dict[str, Any]) -> str:
     """`training.dtype = "bfloat16"`"""
     return " with ".join(f"{key} = {toml_value(value)}" for key, value in keys.items())
-
-
-def with_keys(config: Config, keys: dict[str, Any]) -> Config:
-    """A copy with other values of keys."""
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
-    return config

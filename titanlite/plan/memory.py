@@ -9,7 +9,7 @@ from models.decoder import Decoder
 from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.loop.memory import GIB, machine_memory
-from titanlite.loop.remedies import REMEDIES, spelled, with_keys
+from titanlite.loop.remedies import REMEDIES, spelled
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import reduces_once, resolve_degrees
 from titanlite.parallel.pipeline import StageAssignment, assign_stages
@@ -106,9 +106,9 @@ def _ways(config: Config, ranks: int, room: int) -> Iterator[tuple[str, int]]:
     family = family_of(config.model)
     for remedy in REMEDIES:
         if remedy.saves != "activations" and (keys := remedy.keys(config, 0)):
-            changed = with_keys(config, keys)
+            changed = config.with_keys(keys)
             yield spelled(keys), kept_bytes(changed, on_meta(family, changed), ranks)
-    sharded, model = with_keys(config, {"parallelism.data_parallel_shard_degree": -1}), on_meta(family, config)
+    sharded, model = config.with_keys({"parallelism.data_parallel_shard_degree": -1}), on_meta(family, config)
     of_more = ((ranks * more, kept_bytes(sharded, model, ranks * more)) for more in _MORE_RANKS)
     if (enough := next((found for found in of_more if found[1] <= room), None)) is not None:
         yield f"{enough[0]} ranks with parallelism.data_parallel_shard_degree = -1", enough[1]
