@@ -89,7 +89,6 @@ def train(
     memory = Memory(config, device, global_batch)
     clock = Clock(started, memory.explained)
     watch = profiling.Watch(config, device, clock)
-    memory.snapshot = watch.snapshot
     saver = None
     if config.checkpoint.enable:
         check_shared(saves)

@@ -35,11 +35,8 @@ def watch_of(config: Config, device: torch.device = CPU) -> Watch:
 
 def with_snapshots(config: Config, device: torch.device) -> tuple[Clock, Watch]:
     """As the loop makes them."""
-    memory = Memory(config, device, 16)
-    clock = Clock(0.0, memory.explained)
-    watch = Watch(config, device, clock)
-    memory.snapshot = watch.snapshot
-    return clock, watch
+    clock = Clock(0.0, Memory(config, device, 16).explained)
+    return clock, Watch(config, device, clock)
 
 
 def work(watch: Watch, first: int, last: int) -> None:

@@ -81,6 +81,11 @@ def at(step: int, what: str) -> None:
     _position = step, what
 
 
+def current_step() -> int:
+    """The step of the latest note; 0 before the first one."""
+    return _position[0]
+
+
 def where(who: str) -> str:
     """A process, its step, and what `at` or `phase` noted last, such as "rank 0, step 37, forward and backward"."""
     step, what = _position

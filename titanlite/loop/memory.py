@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Config
-from titanlite.ground.errors import UserError, where
+from titanlite.ground.errors import UserError, current_step, where
 from titanlite.launch import failure, process
+from titanlite.loop.profiling import snapshot
 from titanlite.loop.remedies import remedies
 from titanlite.optim.ema import ema_of
 from titanlite.transforms.shards import local_part
@@ -25,14 +26,10 @@ class OutOfMemory(UserError):
 
 
 class Memory:
-    """The memory of this rank: what holds it, once the loop has set `model` and `optimizer`.
-
-    snapshot: writes a snapshot when memory runs out; the loop sets it.
-    """
+    """The memory of this rank: what holds it, once the loop has set `model` and `optimizer`."""
 
     def __init__(self, config: Config, device: torch.device, global_batch: int):
         self.config, self.device, self.global_batch = config, device, global_batch
-        self.snapshot: Callable[[str], None] = lambda suffix: None
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -44,7 +41,7 @@ class Memory:
         except (RuntimeError, MemoryError, OSError) as error:
             if not failure.ran_out(error):
                 raise
-            self.snapshot("-out-of-memory")
+            snapshot(self.config, current_step(), "-out-of-memory")
             raise OutOfMemory(self._text(failure.out_of_memory(error))) from None
 
     def _text(self, what: str) -> str:

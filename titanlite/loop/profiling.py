@@ -30,7 +30,6 @@ class Watch:
     def __init__(self, config: Config, device: torch.device, clock: Clock):
         self.config, self.device, self.clock = config, device, clock
         self.profiler: profile | None = None
-        self.current = 0  # the latest step that began
         if device.type == "cpu":
             # PyTorch 2.13 writes two lines about GPUs to standard error for each trace, at a level above its errors.
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -39,7 +38,6 @@ class Watch:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        self.current = step
         self._begin(step)
         with record_function(f"step {step}"):
             yield
@@ -79,27 +77,28 @@ class Watch:
             if self.profiler is not None:
                 self.profiler.stop_trace()
                 with tolerated(cfg.save_traces_folder):
-                    self.profiler.export_chrome_trace(self._file(cfg.save_traces_folder, "json.gz"))
+                    self.profiler.export_chrome_trace(_file(self.config, cfg.save_traces_folder, step, "json.gz"))
                 self.profiler = None
-            self.snapshot()
+            snapshot(self.config, step)
 
     def _finish_queue(self) -> None:
         """Waits for the GPU: the work queued so far is training, and no part of the pause that follows."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def snapshot(self, suffix: str = "") -> None:
-        """A snapshot of the memory of the latest step, if they are enabled."""
-        cfg = self.config.profiling
-        if cfg.enable_memory_snapshot:
-            with tolerated(cfg.save_memory_snapshot_folder):
-                torch_private.dump_snapshot(self._file(cfg.save_memory_snapshot_folder, "pickle", suffix))
 
-    def _file(self, folder: str, kind: str, suffix: str = "") -> str:
-        step = f"step-{self.current:08d}{suffix}"
-        path = Path(self.config.job.dump_folder) / folder / step / f"rank-{dist.get_rank()}.{kind}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return str(path)
+def snapshot(config: Config, step: int, suffix: str = "") -> None:
+    """A snapshot of a GPU's memory in this step, if they are enabled."""
+    cfg = config.profiling
+    if cfg.enable_memory_snapshot:
+        with tolerated(cfg.save_memory_snapshot_folder):
+            torch_private.dump_snapshot(_file(config, cfg.save_memory_snapshot_folder, step, "pickle", suffix))
+
+
+def _file(config: Config, folder: str, step: int, kind: str, suffix: str = "") -> str:
+    path = Path(config.job.dump_folder) / folder / f"step-{step:08d}{suffix}" / f"rank-{dist.get_rank()}.{kind}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return str(path)
 
 
 # ----------------------------------------------------------------------------------------------------------- collectives
