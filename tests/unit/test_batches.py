@@ -1,20 +1,15 @@
 """Global batches: the same for any number of ranks and workers, from any position; stalls and failures are named."""
 
-import contextlib
 import logging
-import multiprocessing
 import multiprocessing.forkserver as forkserver
 import os
 import pickle
-import queue
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +23,6 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import end_reading
 
 pytestmark = pytest.mark.usefixtures("no_fork_server")  # it receives signals that ours must not get, and so would its forks
 SEQ_LEN, GLOBAL = 8, 12
@@ -228,29 +222,6 @@ def test_a_killed_worker_is_reported_and_the_others_end_whatever_locks_it_had(so
     closing = threading.Thread(target=source.close, daemon=True)
     closing.start()
     until(lambda: not closing.is_alive() and not ours & workers())
-
-
-@pytest.mark.parametrize("in_a_message", [False, True])
-def test_a_thread_that_reads_and_pins_ends_by_its_event_or_in_mid_message_with_the_queue(monkeypatch, in_a_message):
-    """A loader on a GPU has such a thread."""
-    event, results = threading.Event(), multiprocessing.get_context("spawn").Queue()
-    if in_a_message:
-        os.write(results._writer.fileno(), struct.pack("!i", 100))  # its length, and nothing more
-
-    def pin() -> None:
-        while not event.is_set():
-            with contextlib.suppress(queue.Empty):
-                results.get(timeout=0.01)
-
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # reading fails where the queue is closed
-    pinning = threading.Thread(target=pin, daemon=True)
-    pinning.start()
-    join = pinning.join
-    monkeypatch.setattr(pinning, "join", lambda seconds: join(seconds if not in_a_message else 0.1))
-    loader = {"_pin_memory_thread": pinning, "_pin_memory_thread_done_event": event, "_worker_result_queue": results}
-    end_reading(SimpleNamespace(**loader))
-    until(lambda: not pinning.is_alive())
-    assert results._writer.closed == in_a_message
 
 
 def test_workers_ignore_a_stop_signal_to_all_processes_and_end_with_close(sources):

@@ -47,8 +47,6 @@ ATTRIBUTES = (
     Name("torch.distributed:ProcessGroupGloo._Options._threads", "one_thread_per_gloo_group"),
     Name("torch.distributed:ProcessGroupGloo._Options._timeout", "one_thread_per_gloo_group"),
     Name(f"{_LOADER}._worker_result_queue", "end_reading"),
-    Name(f"{_LOADER}._pin_memory_thread", "end_reading"),
-    Name(f"{_LOADER}._pin_memory_thread_done_event", "end_reading"),
     Name("torch.distributed.tensor:DTensor._spec", "like"),
     Name("torch.distributed.tensor:DTensor._local_tensor", "storage_of"),
     Name("torch:UntypedStorage._cdata", "storage_of"),

@@ -127,14 +127,12 @@ class Batches(Iterator[Batch]):
     def __init__(self, dataset: Steps, device: torch.device | str = "cpu"):
         self._dataset, cfg = dataset, dataset.cfg
         self._device = torch.device(device)
-        cuda = self._device.type == "cuda"
         # On the stream of the computation, the copies would wait for all of it, and it for them.
-        self._stream = torch.cuda.Stream(device) if cuda else None
-        self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
+        self._stream = torch.cuda.Stream(device) if self._device.type == "cuda" else None
         before, self._workers = multiprocessing.active_children(), list[multiprocessing.process.BaseProcess]()
         self._watch = _StallWatch(dataset, cfg.stall_seconds, self._end_if_a_worker_has_died)
         self._watch.waiting = time.monotonic(), 0  # for workers to start
-        self._source: Iterator[Batch | UserError | StreamStep] = _read_ahead(dataset, cuda) if cfg.workers else iter(dataset)
+        self._source: Iterator[Batch | UserError | StreamStep] = _read_ahead(dataset) if cfg.workers else iter(dataset)
         self._watch.waiting = None
         self._workers = [process for process in multiprocessing.active_children() if process not in before]
         self._step, self.state, self._state_ahead = 0, "", ""
@@ -200,7 +198,7 @@ class Batches(Iterator[Batch]):
             batch, self._state_ahead = found if isinstance(found, StreamStep) else (found, "")
         # a worker that was killed, or a batch whose shared memory ended with it
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
-            if isinstance(error, RuntimeError) and not str(error).startswith(("DataLoader worker", "Pin memory thread")):
+            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
                 raise
             self._end_if_a_worker_has_died()
             read = self._dataset.read_by_workers(self._step)
@@ -211,7 +209,7 @@ class Batches(Iterator[Batch]):
         if isinstance(batch, UserError):
             raise batch
         self._step += 1
-        return batch.pin_memory() if self._pin else batch
+        return batch if self._stream is None else batch.pin_memory()  # from where a GPU copies asynchronously
 
     def close(self) -> None:
         """Ends the workers, which end with the last reference to the loader's iterator."""
@@ -233,7 +231,7 @@ class Batches(Iterator[Batch]):
         end_reading(self._source)
 
 
-def _read_ahead(dataset: Steps, pin_memory: bool) -> Iterator[Batch | UserError | StreamStep]:
+def _read_ahead(dataset: Steps) -> Iterator[Batch | UserError | StreamStep]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
     multiprocessing.set_forkserver_preload([__name__])
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 calls deprecated
@@ -244,7 +242,6 @@ def _read_ahead(dataset: Steps, pin_memory: bool) -> Iterator[Batch | UserError 
             sampler=itertools.count() if isinstance(dataset, StepDataset) else None,
             num_workers=dataset.cfg.workers,
             prefetch_factor=dataset.cfg.prefetch,
-            pin_memory=pin_memory,
             # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
             # imported what the workers need.
             multiprocessing_context=_context(),

@@ -143,12 +143,7 @@ def end_reading(loader: Any) -> None:
     """After the end of a loader's workers: nobody waits for what they have written, not even for the rest of a message. The
     last writing end of their queue is this process's.
     """
-    pinning = getattr(loader, "_pin_memory_thread", None)  # on a GPU, it reads
-    if pinning is not None:
-        loader._pin_memory_thread_done_event.set()
-        pinning.join(10.0)  # it looks at the event every five seconds, except in the middle of a message
-    if pinning is None or pinning.is_alive():
-        loader._worker_result_queue._writer.close()
+    loader._worker_result_queue._writer.close()
 
 
 # ------------------------------------------------------------------------------------------------------- tensors and modules
