@@ -130,8 +130,8 @@ def _prefill(model: Decoder, texts: Sequence[Sequence[int]], cache: Cache) -> No
 
 def _rows(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """(the texts padded with zeros, int64; False for this padding, bool), (texts, length of the longest) each."""
-    lengths = torch.tensor([len(text) for text in texts])
-    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    lengths = [len(text) for text in texts]
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rows = torch.zeros(real.shape, dtype=torch.int64)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = torch.tensor(text, dtype=torch.int64)
