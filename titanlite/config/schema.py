@@ -1,7 +1,8 @@
 """The schema: every TOML key is a field, with its type, its bounds, its default, its meaning, when it has an effect, and
 whether a resumed run may change it (`OnResume`).
 
-Here are `Config` and the sections that say what is computed; operation.py has those for saving, reporting and watching it.
+Here are `Config` and the sections that say what is computed; data.py has those for reading and validation data, operation.py
+those for saving, reporting and watching it.
 `read.py` fills it from TOML files and the command line; `titanlite/loop/checks.py` lists the checks of several keys at once.
 Keys carry the names that torchtitan's TOML files (0.2) use wherever the meaning is the same.
 """
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from titanlite.config import bounds, effects
+from titanlite.config.data import Dataloader, Source, Validation
 from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, ConfigLayer, EffectiveWhen, Hardware
 from titanlite.config.operation import Checkpoint, Comm, Hooks, Job, Metrics, Profiling
 from titanlite.config.tables import MAY_CHANGE, OnResume, Section, StrictModel
@@ -27,9 +29,6 @@ _WITH_FULL = EffectiveWhen('activation_checkpoint.mode = "full"')
 _WITH_BUILT_IN = EffectiveWhen('optimizer.name = "AdamW" or optimizer.name = "Adam" or optimizer.name = "Muon"')
 _WITH_MUON = EffectiveWhen('optimizer.name = "Muon"')
 _WITH_TEACHER = EffectiveWhen("distillation.teacher is set", 'training.loss = "cross_entropy"')
-_WITH_VALIDATION = EffectiveWhen("validation.enable = true")
-_WITH_VALIDATION_TEXT = _WITH_VALIDATION.and_when("validation.dataset_path is not set", "validation.sources is not set")
-_WITH_SAMPLES = _WITH_VALIDATION.and_when("metrics.enable_tensorboard = true")
 _WITH_CONTEXT = EffectiveWhen("parallelism.context_parallel_degree > 1")
 _WITH_EXPERTS = EffectiveWhen("parallelism.expert_parallel_degree > 1")
 _WITH_PIPELINE = EffectiveWhen("parallelism.pipeline_parallel_degree > 1")
@@ -74,23 +73,6 @@ class Model(Section):
         """Family and flavor for messages, with what differs from the flavor."""
         changed = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.overrides.items())
         return f"{self.name} {self.flavor}" + (f" with {changed}" if changed else "")
-
-
-class Source(StrictModel):
-    """One of several data sources."""
-
-    path: bounds.Name
-    """As training.dataset_path, or as training.dataset."""
-    options: dict[str, JsonValue] = {}
-    """Keyword arguments of data of your own, as training.dataset_options."""
-    name: str = ""
-    """The name in reports. Empty: the last part of the path."""
-    weight: bounds.Positive | None = None
-    """The share of this source in all training tokens, relative to the other weights. Unset for all sources: proportional to
-    their sizes."""
-    epochs: bounds.Positive | None = None
-    """How often the source may be read at most, such as 0.5 or 4. A run that needs more is refused. Samples that a rollback
-    leaves out do not count. Unset: no limit."""
 
 
 class Group(StrictModel):
@@ -174,20 +156,6 @@ class Training(Section):
     """Determines the initial weights, the order of the data, and random numbers in the forward pass."""
     deterministic: Annotated[bool, ALWAYS, MAY_CHANGE] = False
     """Use deterministic kernels only: slower on CUDA; two runs on the same mesh are then equal bit for bit."""
-
-
-class Dataloader(Section):
-    """How data is read. Nothing here changes what is read."""
-
-    ON_RESUME = MAY_CHANGE
-
-    workers: Annotated[int, Field(ge=0, le=256), ALWAYS] = 0
-    """Processes per rank that read ahead. 0: the rank itself reads each batch when it needs it."""
-    prefetch: Annotated[int, Field(ge=1, le=16), EffectiveWhen("dataloader.workers > 0")] = 2
-    """Steps that each worker reads ahead."""
-    stall_seconds: Annotated[bounds.Positive, Field(le=bounds.LONGEST_SECONDS), ALWAYS] = 20.0
-    """When a step waits longer for data, a message names the source and file that are being read; it repeats after the same
-    time."""
 
 
 class Parallelism(Section):
@@ -403,32 +371,6 @@ class LRScheduler(Section):
     """Keyword arguments of your own decay_type, as a table: [lr_scheduler.options], or --lr_scheduler.options.NAME VALUE."""
     min_lr_factor: Annotated[bounds.Fraction, _WITH_DECAY] = 0.0
     """The decay ends at this fraction of lr, in the last step. With 0 the last step is the last one above 0."""
-
-
-class Validation(Section):
-    """Loss on data that is not trained on."""
-
-    ON_RESUME = MAY_CHANGE
-
-    enable: Annotated[bool, ALWAYS] = False
-    """Measure the loss and bits per byte, on the same samples each time and on any mesh."""
-    dataset: Annotated[bounds.Text, _WITH_VALIDATION_TEXT] = "stdlib"
-    """As training.dataset."""
-    dataset_options: Annotated[dict[str, JsonValue], _WITH_VALIDATION_TEXT.and_when('validation.dataset has ":"')] = {}
-    """As training.dataset_options."""
-    dataset_path: Annotated[bounds.Text, _WITH_VALIDATION.and_when("validation.sources is not set")] = ""
-    """As training.dataset_path."""
-    sources: Annotated[list[Source], _WITH_VALIDATION] = []
-    """Several data sources, measured separately: [[validation.sources]] with path, options and name."""
-    freq: Annotated[bounds.Steps, _WITH_VALIDATION] = 100
-    """Steps between validations; one more follows the last step."""
-    steps: Annotated[Literal[-1] | bounds.Steps, _WITH_VALIDATION] = 10
-    """Batches per validation and source, as large as a training step's; always the source's first samples. -1: all samples."""
-    sample_prompts: Annotated[list[str], _WITH_SAMPLES] = []
-    """Prompts that the model continues after each validation, with the same seed each time; shown in TensorBoard. Separated by
-    commas on the command line."""
-    sample_tokens: Annotated[int, Field(ge=1, le=2**17), _WITH_SAMPLES.and_when("validation.sample_prompts is set")] = 64
-    """Tokens of each continuation at most."""
 
 
 class Config(StrictModel):
