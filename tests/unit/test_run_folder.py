@@ -50,7 +50,7 @@ def test_removing_the_lock_file_does_not_admit_a_second_run_unnoticed(tmp_path, 
         assert caplog.text == ""
         (tmp_path / ".lock").unlink()
         held.keep()  # as in every report and save
-        assert f"{tmp_path / '.lock'}: somebody has removed it; made again" in caplog.text
+        assert f"{tmp_path / '.lock'}: somebody has removed or replaced it; made again" in caplog.text
         with pytest.raises(UserError, match=f"process {os.getpid()} on "):
             RunLock(tmp_path)
     assert other_run(tmp_path) == ""

@@ -43,24 +43,33 @@ def is_at(handle: int, path: Path) -> bool:
 
 
 class Kept:
-    """A text file that a run has written; `keep` writes it again where somebody has removed or replaced it."""
+    """An open file of a run; `keep` makes it again where somebody has removed or replaced it."""
 
-    def __init__(self, path: Path, text: str):
-        self.path, self.text = path, text
-        self._write()
+    def __init__(self, path: Path, make: Callable[[], int]):
+        """make: opens the file, and creates it where it is missing; -> handle."""
+        self.path, self._make = path, make
+        self.handle = make()
 
     def keep(self) -> None:
-        if not is_at(self._handle, self.path):
-            log.warning("%s: somebody has removed or replaced it; written again", self.path)
+        if not is_at(self.handle, self.path):
+            log.warning("%s: somebody has removed or replaced it; made again, since the run needs it", self.path)
             with tolerated(self.path):
-                before = self._handle
-                self._write()
+                before, self.handle = self.handle, self._make()
                 os.close(before)
 
-    def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self.path, self.text)
-        self._handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+    def close(self) -> None:
+        os.close(self.handle)
+
+
+def kept_text(path: Path, text: str) -> Kept:
+    """Writes a text file that the run keeps."""
+
+    def make() -> int:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text)
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    return Kept(path, make)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from titanlite.ground import errors
 from titanlite.ground.errors import is_users, where
+from titanlite.ground.files import Kept
 
 _DEFECT, _CORRECTABLE = 1, 2  # exit codes
 _OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
@@ -33,10 +34,10 @@ def ran_out(error: BaseException) -> bool:
     return memory or isinstance(error, MemoryError)
 
 
-def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None, words: str = "") -> str:
+def report(error: BaseException, who: str, dump: Kept | None = None, words: str = "") -> str:
     """The text for the screen; the traceback is written to a file.
 
-    who: the command or rank. dump: (path, handle) of a file that is open for it. words: the error, where the caller has
+    who: the command or rank. dump: the file for it; None: one in the temporary folder. words: the error, where the caller has
     described it; frames are then left out.
     """
     trace = "".join(traceback.format_exception(error))
@@ -74,12 +75,12 @@ def _at(frames: traceback.StackSummary) -> str:
     return f" ({ours[-1].filename.removeprefix(os.path.dirname(package) + os.sep)}, line {ours[-1].lineno})" if ours else ""
 
 
-def _write(text: str, dump: tuple[Path, int] | None) -> Path | None:
+def _write(text: str, dump: Kept | None) -> Path | None:
     """Writes a text to the dump, else to the temporary folder; -> the file, None where neither can be written."""
     content = text.encode(errors="replace")
     with contextlib.suppress(OSError):
-        if dump is not None and os.write(dump[1], content) == len(content):
-            return dump[0]
+        if dump is not None and os.write(dump.handle, content) == len(content):
+            return dump.path
     with contextlib.suppress(OSError):  # the disk is full
         path = Path(tempfile.gettempdir()) / f"titanlite-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
         path.write_bytes(content)

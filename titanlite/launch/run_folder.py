@@ -2,9 +2,9 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import shutil
@@ -21,11 +21,9 @@ import torch
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, phase
-from titanlite.ground.files import Kept, is_at, tolerated
+from titanlite.ground.files import Kept, kept_text
 from titanlite.ground.run_files import COLLECTIVES, CONFIG, INCIDENTS, LOCK, METRICS, PROVENANCE, STACKS, read_starts
 from titanlite.ground.untrusted import Unread, read_bytes
-
-log = logging.getLogger(__name__)
 
 _NAMES = (LOCK, CONFIG, PROVENANCE, METRICS, INCIDENTS, STACKS, COLLECTIVES)
 _OPTIONS = (  # keys that name folders there
@@ -99,45 +97,42 @@ class RunLock:
 
     def __init__(self, *folders: Path):
         """Raises UserError if another run is training in one of them, or if it cannot be written. The first: the run folder."""
-        self.run, self.held = folders[0], dict[Path, int]()
+        self._held: list[Kept] = []
         try:
             for folder in folders:
-                self._take(folder)
+                self._held.append(Kept(folder / LOCK, functools.partial(_take, folder, folders[0])))
         except OSError as error:
             raise UserError(f"{folder}: cannot be written: {error}") from None
         finally:
-            if len(self.held) < len(folders):
+            if len(self._held) < len(folders):
                 self.close()
 
     def keep(self) -> None:
         """Makes lock files again if somebody has removed them. Raises UserError if another run has come in since."""
-        for folder, handle in [*self.held.items()]:
-            if not is_at(handle, folder / LOCK):
-                log.warning("%s: somebody has removed it; made again, since it keeps a second run out", folder / LOCK)
-                with tolerated(folder / LOCK):
-                    self._take(folder)
-                    os.close(handle)
+        for file in self._held:
+            file.keep()
 
     def close(self) -> None:
-        for handle in self.held.values():
-            os.close(handle)
-        self.held = {}
+        while self._held:
+            self._held.pop().close()
 
-    def _take(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            while not _locked(handle, fcntl.LOCK_EX):
-                if fault := other_run(folder):
-                    raise UserError(fault)
-                time.sleep(0.1)  # a check has it for a moment
-            os.truncate(handle, 0)
-            paths = (os.path.abspath(self.run), os.path.abspath(folder))
-            os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *paths)).encode())
-        except BaseException:
-            os.close(handle)
-            raise
-        self.held[folder] = handle
+
+def _take(folder: Path, run: Path) -> int:
+    """Locks the file of a folder; -> its handle. Raises UserError if another run has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        while not _locked(handle, fcntl.LOCK_EX):
+            if fault := other_run(folder):
+                raise UserError(fault)
+            time.sleep(0.1)  # a check has it for a moment
+        os.truncate(handle, 0)
+        paths = (os.path.abspath(run), os.path.abspath(folder))
+        os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *paths)).encode())
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
 
 
 def _locked(handle: int, how: int) -> bool:
@@ -214,8 +209,9 @@ def record_start(config: Config, facts: dict[str, Any]) -> list[Kept]:
             **facts,
         }
     )
-    record = Kept(path, json.dumps(starts, indent=2))
-    return [record, Kept(folder / CONFIG, to_toml(config))]  # last: without provenance.json, `faults` takes it for the user's
+    record = kept_text(path, json.dumps(starts, indent=2))
+    # after it: `faults` takes a configuration without provenance.json for the user's
+    return [record, kept_text(folder / CONFIG, to_toml(config))]
 
 
 def _git_state() -> dict[str, str] | None:

@@ -13,15 +13,15 @@ that is stuck in a collective writes them too.
 
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import re
 import signal
 import time
 from pathlib import Path
-from typing import TextIO
 
-from titanlite.ground.files import append, is_at, tolerated
+from titanlite.ground.files import Kept, append
 from titanlite.ground.run_files import STACKS
 from titanlite.launch import failure, process
 
@@ -33,7 +33,7 @@ _LONGEST = 5.0
 
 ECHO = 3  # exit code after an error that another rank has probably caused: the launcher names that one
 
-_dump: TextIO | None = None
+_dump: Kept | None = None
 
 
 def folder_of(dump_folder: Path) -> Path:
@@ -48,24 +48,23 @@ def open_dump(dump_folder: Path, rank: int) -> None:
 
     Call it after rank 0 has the lock of the run directory: the ranks of another run write to the same files.
     """
-    _open(file_of(dump_folder, rank))
+    global _dump
+    path = file_of(dump_folder, rank)
+    _dump = Kept(path, functools.partial(_open, path))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # blocked by the launcher until here
 
 
-def _open(path: Path) -> None:
-    global _dump
-    _dump = open(path, "a", encoding="utf-8", opener=lambda name, _: append(Path(name)))
-    faulthandler.enable(_dump)
-    faulthandler.register(signal.SIGQUIT, _dump, all_threads=True, chain=False)
+def _open(path: Path) -> int:
+    handle = append(path)
+    faulthandler.enable(handle)
+    faulthandler.register(signal.SIGQUIT, handle, all_threads=True, chain=False)
+    return handle
 
 
 def keep() -> None:
     """Opens the file of `open_dump` again if somebody has removed or replaced it."""
-    if _dump is not None and not is_at(_dump.fileno(), path := Path(_dump.name)):
-        with tolerated(path):
-            before = _dump
-            _open(path)
-            before.close()
+    if _dump is not None:
+        _dump.keep()
 
 
 def close_dump() -> None:
@@ -77,7 +76,7 @@ def close_dump() -> None:
     faulthandler.unregister(signal.SIGQUIT)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher may still send it; the default action is a core dump
     _dump.close()
-    path, _dump = Path(_dump.name), None
+    path, _dump = _dump.path, None
     remove_empty([path])
 
 
@@ -86,11 +85,10 @@ def report(error: Exception, patience: float = 0.0) -> int:
 
     patience: seconds to wait before logging an error that another rank probably caused, so that the cause is logged first.
     """
-    dump = (Path(_dump.name), _dump.fileno()) if _dump is not None else None
     echo = _echo(error)
-    text = failure.report(error, f"rank {process.rank_and_world()[0]}", dump, echo)
+    text = failure.report(error, f"rank {process.rank_and_world()[0]}", _dump, echo)
     if _dump is not None:
-        faulthandler.dump_traceback(_dump, all_threads=True)
+        faulthandler.dump_traceback(_dump.handle, all_threads=True)
     if echo:
         time.sleep(patience)
     log.error("%s", text)
