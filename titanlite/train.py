@@ -253,9 +253,7 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
 def save_in_hf(saves: Path, step: int, saver: Saver, name: str) -> None:
     """Writes a committed checkpoint's weights in Hugging Face's format beside it, if they are not there; all ranks together."""
     begin, output = time.perf_counter(), export_folder(saves, step)
-    there = [output.exists()]
-    dist.broadcast_object_list(there, group=saver.group)
-    if there[0]:
+    if process.of_first_rank(output.exists(), saver.group):
         return
     export(step_folder(saves, step), output, group=saver.group, named=name)
     log.info("exported %s in %.2f s", output, time.perf_counter() - begin)

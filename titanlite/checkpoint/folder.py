@@ -19,7 +19,7 @@ from titanlite.config.operation import Checkpoint
 from titanlite.config.schema import Config
 from titanlite.ground.errors import MachineFault, UserError
 from titanlite.ground.files import replace_file, sync
-from titanlite.launch.process import together
+from titanlite.launch.process import of_first_rank, together
 
 log = logging.getLogger(__name__)
 
@@ -90,22 +90,21 @@ def check_shared(folder: Path) -> None:
 
     A run thus fails at its start, not at its first checkpoint. Raises UserError.
     """
-    token, probe = [secrets.token_hex(16)], folder / _PROBE
+    token, probe = of_first_rank(secrets.token_hex(16)), folder / _PROBE
     with together():
         if dist.get_rank() == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                replace_file(probe, token[0])
+                replace_file(probe, token)
                 sync(folder)
             except OSError as error:
                 raise UserError(f"{folder}: checkpoints cannot be written: {error}") from None
-    dist.broadcast_object_list(token)
     try:
         with together():
             seen = ""
             with contextlib.suppress(OSError):
                 seen = probe.read_text()
-            if seen != token[0]:
+            if seen != token:
                 raise UserError(f"{folder}: {platform.node()} does not see what rank 0 writes; all nodes must share this disk")
     finally:
         if dist.get_rank() == 0:

@@ -18,7 +18,7 @@ from titanlite.checkpoint.storage import Reader, read_metadata, tensor_entries
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.ground.untrusted import Unread
 from titanlite.launch.failure import ran_out
-from titanlite.launch.process import together
+from titanlite.launch.process import of_first_rank, together
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,9 @@ def newest_sound(folder: Path) -> tuple[Path, Manifest] | None:
     The log names each damaged checkpoint. Raises UserError if all are damaged, and Unread where the machine cannot read one: it
     may be sound, and the run does not go back for that.
     """
-    steps = [list_steps(folder)]
-    dist.broadcast_object_list(steps)  # from rank 0, because on shared disks the other ranks may see a new folder later
+    steps = of_first_rank(list_steps(folder))  # on shared disks the other ranks may see a new folder later
     faults = []
-    for step in reversed(steps[0]):
+    for step in reversed(steps):
         source = step_folder(folder, step)
         try:
             return source, verified(source)

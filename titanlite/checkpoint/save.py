@@ -24,6 +24,7 @@ from titanlite.checkpoint.storage import Writer
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import foreach_copy_, like
+from titanlite.launch.process import of_first_rank
 from titanlite.transforms.shards import local_part
 
 log = logging.getLogger(__name__)
@@ -98,9 +99,8 @@ class Saver:
     def newest(self) -> int | None:
         """The step of the newest checkpoint, after any pending save; None if there is none."""
         self.wait()
-        steps = [list_steps(self._folder)]
-        dist.broadcast_object_list(steps)  # from rank 0, which commits
-        return steps[0][-1] if steps[0] else None
+        steps = of_first_rank(list_steps(self._folder))  # which commits
+        return steps[-1] if steps else None
 
     def finish(self) -> None:
         """Waits for the last save. Raises UserError if it failed."""

@@ -134,20 +134,30 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except UserError as raised:
         error = raised
-    errors: list[UserError | None] = [error]
-    if dist.is_initialized():
-        errors *= dist.get_world_size(group)
-        dist.all_gather_object(errors, error, group=group)
-    if faults := [error for error in errors if error is not None]:
+    if faults := [each for each in of_all_ranks(error, group) if each is not None]:
         kind = type(faults[0]) if len({type(error) for error in faults}) == 1 else UserError
         raise kind("\n".join(dict.fromkeys(str(error) for error in faults))) from None
 
 
+def of_all_ranks(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """The value of each rank of a group, in their order; a process outside of any group has its own. Values are pickled."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def of_first_rank(value: Result, group: dist.ProcessGroup | None = None) -> Result:
+    """The value of a group's first rank, on all of them. It is pickled."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
 def same_everywhere(value: str) -> bool:
     """Whether all processes hold the same text."""
-    values: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return len(set(values)) == 1
+    return len(set(of_all_ranks(value))) == 1
 
 
 def once_per_node(make: Callable[[], Result]) -> Result:
@@ -167,12 +177,11 @@ def once_per_node(make: Callable[[], Result]) -> Result:
         timeout=datetime.timedelta(days=30),  # `make` may tokenize for hours; the launcher ends the ranks that wait in vain
         use_local_synchronization=True,
     )
-    answer: list[Any] = [None]
+    answer: Any = None
     with together(node):
         if local_rank == 0:
-            answer = [make()]
-    dist.broadcast_object_list(answer, src=first, group=node)
-    return answer[0]
+            answer = make()
+    return of_first_rank(answer, node)
 
 
 def faults(local_ranks: int) -> Iterator[str]:

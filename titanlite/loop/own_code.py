@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
@@ -19,6 +18,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
 from titanlite.interfaces import Hooks
+from titanlite.launch.process import of_all_ranks
 from titanlite.loop.loss import to_microbatch
 from titanlite.optim.adam_bf16 import clear_remainders_of_zeros
 from titanlite.registry.family import import_named
@@ -98,10 +98,8 @@ class OwnCode:
             if twice := sorted(mine.keys() & pairs):
                 raise UserError(f'{part.source}: returns "{twice[0]}", as another function does; rename one')
             mine |= pairs
-        of_ranks: list[dict[str, Pair]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, mine)
         totals: dict[str, Pair] = {}
-        for name, (total, count) in [each for pairs in of_ranks for each in pairs.items()]:
+        for name, (total, count) in [each for pairs in of_all_ranks(mine) for each in pairs.items()]:
             before = totals.get(name, (0.0, 0.0))
             totals[name] = before[0] + total, before[1] + count
         return {f"extra/{name}": total / count if count else None for name, (total, count) in totals.items()}

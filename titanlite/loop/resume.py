@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,6 +33,7 @@ from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
+from titanlite.launch.process import of_all_ranks
 from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
 from titanlite.optim import ema
@@ -135,8 +135,7 @@ def stream_at(state: str, sample: int, mesh: DeviceMesh) -> Position | None:
     """
     if not state:
         return None
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (data_rank(mesh), state))
+    found = of_all_ranks((data_rank(mesh), state))
     by_rank = dict(found)
     if unlike := [number for number, (part, state) in enumerate(found) if by_rank[part] != state]:
         raise UserError(f"rank {unlike[0]}: its stream is at another state than that of the ranks that must read the same rows")

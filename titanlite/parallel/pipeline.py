@@ -20,6 +20,7 @@ from models.attention import SeqInfo
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import BEFORE_2_13, with_children
+from titanlite.launch.process import of_all_ranks
 from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
@@ -283,9 +284,7 @@ class Pipeline:
 
     def gathered(self, values: Iterable[_T]) -> list[_T]:
         """The values of all ranks of the pipeline, which call this together."""
-        of_ranks: list[list[_T]] = [[]] * self.ranks
-        dist.all_gather_object(of_ranks, list(values), group=self.group)
-        return [value for part in of_ranks for value in part]
+        return [value for part in of_all_ranks(list(values), self.group) for value in part]
 
 
 # ------------------------------------------------------------------------------------------------------------------ the check

@@ -33,6 +33,7 @@ from titanlite.hf.folder import Entry, find_weights
 from titanlite.hf.load import load_weights
 from titanlite.hf.output import start_output
 from titanlite.launch.local_ranks import on_ranks
+from titanlite.launch.process import of_all_ranks
 from titanlite.loop.metrics import peak_memory_gib
 from titanlite.registry.family import Family
 from titanlite.tools.open_model import Recognized, recognize
@@ -139,6 +140,4 @@ def _import(
     except (CheckpointException, OSError) as error:
         raise UserError(f"{output}: cannot be written: {cause(error)}") from None
     local = sum(tensor.to_local().nbytes for tensor in tensors.values())
-    held: list[RankMemory] = [RankMemory(0, 0)] * dist.get_world_size()
-    dist.all_gather_object(held, RankMemory(local / 2**30, peak_memory_gib(torch.device("cpu"))), group=group)
-    return held
+    return of_all_ranks(RankMemory(local / 2**30, peak_memory_gib(torch.device("cpu"))), group)

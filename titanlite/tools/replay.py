@@ -38,6 +38,7 @@ from titanlite.ground.untrusted import Unread
 from titanlite.launch import process
 from titanlite.launch.layout import share_threads
 from titanlite.launch.local_ranks import on_ranks
+from titanlite.launch.process import of_first_rank
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import StepRecord
@@ -225,9 +226,9 @@ def begin_before(
     """The state before a step from which the run continued: its newest sound checkpoint, or what the run started with."""
     setting = RunIdentity(config, family_of(config.model), data, config.training.global_batch_size)
     saves = folder / config.checkpoint.folder
-    listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
-    dist.broadcast_object_list(listed)  # a run that is still training saves and deletes checkpoints meanwhile
-    for number in [*reversed(listed[0]), None]:
+    before = [number for number in list_steps(saves) if number < step and number <= route.newest]
+    # of the first rank: a run that is still training saves and deletes checkpoints meanwhile
+    for number in [*reversed(of_first_rank(before)), None]:
         run = begin(config, mesh, device)  # a new one each time: a checkpoint that is deleted during a read leaves mixed state
         state = run.model, run.optimizer, run.loss_scale
         if number is None:  # a folder without checkpoints, with which `restore` starts a new run

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,7 @@ from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.launch import process
+from titanlite.launch.process import of_all_ranks
 from titanlite.loop.divergence import Steps
 from titanlite.loop.own_code import OwnCode
 from titanlite.loop.step import begin_training, forward_backward, update
@@ -196,9 +196,7 @@ def whole(tensor: Tensor) -> Tensor:
 def _gather_batch(batch: Batch, mesh: DeviceMesh) -> Tensor:
     """The global batch, of which each data-parallel rank holds a part, in order; the values of a row stand side by side."""
     own = torch.cat([tensor.flatten(0, 1).long().cpu() for tensor in batch if tensor is not None], dim=1)
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (data_rank(mesh), own))
-    by_rank = dict(parts)
+    by_rank = dict(of_all_ranks((data_rank(mesh), own)))
     return torch.cat([by_rank[rank] for rank in range(data_degree(mesh))])
 
 

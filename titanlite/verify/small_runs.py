@@ -28,6 +28,7 @@ from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import AnyDropout
 from titanlite.launch.local_ranks import describe_error
+from titanlite.launch.process import of_all_ranks
 from titanlite.loop.loss import sequence_of
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of
@@ -181,8 +182,7 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 
 def _buffers(model: nn.Module, before: dict[str, Tensor]) -> Buffers:
     after = _values(model)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, after)
+    of_ranks = of_all_ranks(after)
     stored = everywhere(model, dict.fromkeys(model_tensors(model)))
     unequal = [name for name, value in after.items() if any(not torch.equal(of_rank[name], value) for of_rank in of_ranks)]
     return Buffers(before, after, unequal, [name for name in after if f"model.{name}" in stored])

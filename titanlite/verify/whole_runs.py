@@ -27,6 +27,7 @@ from titanlite.data.mixture import Data
 from titanlite.data.prepare.shards import TokenWriter, smallest_type
 from titanlite.data.sources import TokenSource
 from titanlite.ground.run_files import METRICS, read_reports
+from titanlite.launch.process import of_all_ranks
 from titanlite.parallel.mesh import build_mesh
 from titanlite.registry.family import family_of
 from titanlite.train import train
@@ -88,8 +89,7 @@ def _run(config: Config, degrees: dict[str, int], device: torch.device, folder: 
     data = open_random(folder / "documents", config)
     with _dropping() as own:
         train(config, data, data if config.validation.enable else None, mesh, device, time.perf_counter(), None)
-    drawn: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(drawn, own)
+    drawn = of_all_ranks(own)
     dist.barrier()
     reports = {line["step"]: line for line in read_reports(dump / METRICS)}
     last = step_folder(dump / config.checkpoint.folder, STEPS)
