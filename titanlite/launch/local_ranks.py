@@ -20,6 +20,7 @@ from torch import nn
 
 from titanlite.config.bounds import MOST_LOCAL_RANKS
 from titanlite.ground.errors import UserError
+from titanlite.ground.files import replace_file
 from titanlite.launch import children, failure
 from titanlite.launch.addresses import set_up_gloo
 from titanlite.registry.family import location_of
@@ -48,7 +49,7 @@ def on_ranks(
         try:
             multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
         except multiprocessing.ProcessExitedException as ended:
-            if errors := sorted(Path(folder).glob("error-*")):  # the later ones follow from the first
+            if errors := sorted(Path(folder).glob("error-*[0-9]")):  # the later ones follow from the first
                 raise UserError(errors[0].read_text(encoding="utf-8")) from None
             raise UserError(f"{ended}{_KILLED if ended.signal_name == 'SIGKILL' else ''}") from None
         return torch.load(Path(folder) / "result", weights_only=False)  # written by rank 0 a moment ago
@@ -86,9 +87,7 @@ def _rank(
         begun, text = time.monotonic_ns(), describe_error(error)
         if not isinstance(error, UserError):
             text = failure.report(error, f"rank {rank} of {count}", words=text)
-        unfinished = Path(folder) / f"unfinished-{rank}"  # this rank may be ended while it writes
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.rename(Path(folder) / f"error-{begun:020d}-{rank}")
+        replace_file(Path(folder) / f"error-{begun:020d}-{rank}", text)  # this rank may be ended while it writes
         os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them
 
 
