@@ -41,7 +41,7 @@ def identity(settled: Config, device: str, dimensions: dict[str, Any], model_cod
     }
     return {
         name: json.dumps(value, sort_keys=True)
-        for name, value in _leaves(values)
+        for name, value in leaves(values)
         if not any(fnmatchcase(name, pattern) for pattern in PER_NODE)
     }
 
@@ -95,7 +95,7 @@ def _files() -> dict[str, str]:
     }
 
 
-def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(name, value) of everything in nested tables and lists of tables."""
     if isinstance(values, list) and any(isinstance(value, dict) for value in values):
         values = dict(enumerate(values))
@@ -103,4 +103,4 @@ def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, values
         return
     for key, value in values.items():
-        yield from _leaves(value, f"{name}.{key}" if name else key)
+        yield from leaves(value, f"{name}.{key}" if name else key)

@@ -10,9 +10,8 @@ DIR is a run directory, a folder of checkpoints, or one checkpoint, such as outp
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
@@ -21,6 +20,7 @@ from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
 from titanlite.ground.run_files import CONFIG
 from titanlite.ground.untrusted import Unread
+from titanlite.launch.agreement import leaves
 from titanlite.tools.options import command_parser, existing_folder
 
 
@@ -102,19 +102,11 @@ def show(sources: list[Path]) -> int:
     source = sources[-1]
     stored = manifest.read(source)
     hashes = {module: entry["hash"] for module, entry in stored.numbers.get("model_source", {}).items()}  # without the texts
-    for name, value in _leaves(stored.numbers | {"model_source": hashes}):
+    for name, value in leaves(stored.numbers | {"model_source": hashes}):
         print(f"{name} = {value!r}")
     for name, entry in sorted(tensor_entries(read_metadata(source, stored.files)).items()):
         print(f"{name}  {tuple(entry.size)}  {str(entry.properties.dtype).removeprefix('torch.')}")
     return 0
-
-
-def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield path + name, value
 
 
 _ACTIONS = {"list": list_all, "verify": verify, "show": show}
