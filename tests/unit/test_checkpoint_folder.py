@@ -181,7 +181,7 @@ def test_unfinished_checkpoints_of_a_killed_run_count_as_free_space(tmp_path, mo
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
-    with disk(tmp_path / "only", "ro") as folder, pytest.raises(UserError, match="only: checkpoints cannot be written: "):
+    with disk(tmp_path / "only", "ro") as folder, pytest.raises(UserError, match="only: cannot be written: "):
         check_shared(folder)
 
 

@@ -18,7 +18,7 @@ from titanlite.checkpoint import manifest
 from titanlite.config.operation import Checkpoint
 from titanlite.config.schema import Config
 from titanlite.ground.errors import MachineFault, UserError
-from titanlite.ground.files import replace_file, sync
+from titanlite.ground.files import replace_file, sync, writing
 from titanlite.launch.process import of_first_rank, together
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,6 @@ _LEFTOVER = re.compile(r"\.step-(\d{8,})(-hf)?\.(unfinished|retired)")
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
-
-
-def unfinished_folder(folder: Path, step: int) -> Path:
-    """The folder that a checkpoint is written to before it is complete."""
-    return folder / f".step-{step:08d}.unfinished"
 
 
 def export_folder(folder: Path, step: int) -> Path:
@@ -93,12 +88,10 @@ def check_shared(folder: Path) -> None:
     token, probe = of_first_rank(secrets.token_hex(16)), folder / _PROBE
     with together():
         if dist.get_rank() == 0:
-            try:
+            with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 replace_file(probe, token)
                 sync(folder)
-            except OSError as error:
-                raise UserError(f"{folder}: checkpoints cannot be written: {error}") from None
     try:
         with together():
             seen = ""

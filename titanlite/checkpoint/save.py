@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.folder import list_steps, retire, step_folder, unfinished_folder
+from titanlite.checkpoint.folder import list_steps, retire, step_folder
 from titanlite.checkpoint.manifest import FileDigest, Manifest
 from titanlite.checkpoint.pinned import pinned_like
 from titanlite.checkpoint.storage import Writer
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
+from titanlite.ground.files import unfinished_path
 from titanlite.ground.torch_private import foreach_copy_, like
 from titanlite.launch.process import of_first_rank
 from titanlite.transforms.shards import local_part
@@ -51,7 +52,8 @@ class Saver:
         """Writes the checkpoint of a step, after any pending save. Returns when the tensors may change: False if it has failed,
         which an asynchronous one shows later."""
         self.wait()
-        unfinished, final = unfinished_folder(self._folder, step), step_folder(self._folder, step)
+        final = step_folder(self._folder, step)
+        unfinished = unfinished_path(final)
 
         def commit(files: dict[str, FileDigest]) -> None:
             """Gives the checkpoint its final name, which no folder has (see folder.clean_up)."""
@@ -91,7 +93,7 @@ class Saver:
             self.failure = f"{final}: could not be saved: {cause(error)}"
             if dist.get_rank() == 0:
                 log.error("%s", self.failure)
-                shutil.rmtree(unfinished_folder(self._folder, step), ignore_errors=True)
+                shutil.rmtree(unfinished_path(final), ignore_errors=True)
             return
         self.failure = ""
         log.info("saved %s in %.2f s", final, time.perf_counter() - begin)

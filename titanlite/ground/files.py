@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from titanlite.ground.errors import UserError
+
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
@@ -95,6 +97,20 @@ def sync_contents(folder: Path) -> None:
     for file in folder.iterdir():
         sync(file)
     sync(folder)
+
+
+@contextlib.contextmanager
+def writing(path: Path, remedy: str = "") -> Iterator[None]:
+    """Makes an error of the disk a UserError that names the file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}{remedy}") from None
+
+
+def unfinished_path(final: Path) -> Path:
+    """Where a file or folder is written before it is complete."""
+    return final.with_name(f".{final.name}.unfinished")
 
 
 def publish(unfinished: Path, final: Path) -> None:

@@ -20,9 +20,9 @@ from titanlite.config.read import stored_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError, listed, phase
-from titanlite.ground.files import publish, replace_file, split
+from titanlite.ground.files import publish, replace_file, split, unfinished_path, writing
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, stored_again, their_names
-from titanlite.hf.output import reporting, start_output, unfinished_path
+from titanlite.hf.output import start_output
 from titanlite.hf.part import TensorPart
 from titanlite.launch.process import rank_and_world, together
 from titanlite.registry.description import Description, read_description
@@ -171,7 +171,7 @@ def export(
     """
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     unfinished = unfinished_path(output)
-    with together(group), reporting(output):
+    with together(group), writing(output):
         exported = Exported(Stored(source, rank, world, average), dtype, assets, named)
         theirs = their_names(exported.family, [*exported.shapes, *exported.tied])
         again = stored_again(exported.family, exported.tied)
@@ -186,10 +186,10 @@ def export(
     parts = split(items, lambda item: item.bytes, shard_bytes)
     names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)] if len(parts) > 1 else [SINGLE]
     files = dict(zip(names, parts, strict=True))
-    with together(group), reporting(output):
+    with together(group), writing(output):
         for name in names[rank::world]:
             write_file(unfinished / name, files[name], exported.read_tensor)
-    with together(group), reporting(output):
+    with together(group), writing(output):
         if rank == 0:
             if len(files) > 1:
                 files_of = {item.theirs: name for name, part in files.items() for item in part}

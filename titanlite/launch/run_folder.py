@@ -21,7 +21,7 @@ import torch
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, phase
-from titanlite.ground.files import Kept, kept_text
+from titanlite.ground.files import Kept, kept_text, writing
 from titanlite.ground.run_files import COLLECTIVES, CONFIG, INCIDENTS, LOCK, METRICS, PROVENANCE, STACKS, read_starts
 from titanlite.ground.untrusted import Unread, read_bytes
 
@@ -100,9 +100,8 @@ class RunLock:
         self._held: list[Kept] = []
         try:
             for folder in folders:
-                self._held.append(Kept(folder / LOCK, functools.partial(_take, folder, folders[0])))
-        except OSError as error:
-            raise UserError(f"{folder}: cannot be written: {error}") from None
+                with writing(folder):
+                    self._held.append(Kept(folder / LOCK, functools.partial(_take, folder, folders[0])))
         finally:
             if len(self._held) < len(folders):
                 self.close()

@@ -18,9 +18,9 @@ from titanlite.config.effects import Hardware
 from titanlite.config.read import KEYS, SECTIONS, toml_key, toml_value
 from titanlite.config.schema import Config
 from titanlite.ground.errors import allowed
-from titanlite.ground.files import publish
+from titanlite.ground.files import publish, writing
 from titanlite.ground.untrusted import read_toml
-from titanlite.hf.output import reporting, start_output
+from titanlite.hf.output import start_output
 from titanlite.tools.options import command_parser, existing_path, new_path
 
 _ALWAYS = "titanlite always does this"
@@ -130,7 +130,7 @@ def main() -> None:
         print(text, end="")
         return
     unfinished = start_output(options.output)
-    with reporting(options.output):
+    with writing(options.output):
         unfinished.write_text(text, encoding="utf-8")
         publish(unfinished, options.output)
 

@@ -10,9 +10,9 @@ DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints
 import torch
 
 from titanlite.checkpoint.whole import Stored
-from titanlite.ground.files import publish
+from titanlite.ground.files import publish, writing
 from titanlite.hf.export import Exported
-from titanlite.hf.output import reporting, start_output
+from titanlite.hf.output import start_output
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.export_hf import export_parser
 from titanlite.transforms.dtypes import DTYPES
@@ -22,7 +22,7 @@ def main() -> None:
     """Exit code 0, or 2 for a user error."""
     options = export_parser("export-torch", __doc__).parse_args()
     unfinished = start_output(options.output)
-    with reporting(options.output):
+    with writing(options.output):
         source = checkpoints(options.checkpoint)[-1]
         stored = Stored(source, average=options.weights == "ema")
         exported = Exported(stored, DTYPES.get(options.dtype), str(options.assets or ""), options.model or "")

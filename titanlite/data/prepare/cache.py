@@ -27,8 +27,7 @@ from titanlite.data.tokenizer import (
     read_tokenizer,
     tokenizer_digest,
 )
-from titanlite.ground.errors import UserError
-from titanlite.ground.files import cache_folder, publish, sync_contents
+from titanlite.ground.files import cache_folder, publish, sync_contents, writing
 from titanlite.ground.untrusted import MIB, read_text
 from titanlite.launch.layout import cores
 
@@ -114,7 +113,7 @@ def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], C
     """
     with contextlib.suppress(Exception):  # missing or damaged
         return read(path)
-    try:
+    with writing(path, "; set TITANLITE_CACHE to another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -128,8 +127,6 @@ def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], C
                 publish(unfinished, path)
             finally:
                 _remove(unfinished)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}; set TITANLITE_CACHE to another folder") from None
     return read(path)
 
 
