@@ -11,7 +11,9 @@ import pytest
 from benchmarks.plan_score import by_device, score, shape_of
 from benchmarks.published import FILE, Dimensions, Run
 from titanlite.config.read import Faults, read_config
+from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
+from titanlite.parallel import mesh
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
 from titanlite.plan.report import RESERVE
 from titanlite.plan.search import NODE_SIZE, candidates, choices, keys_of
@@ -98,9 +100,25 @@ def test_candidates_divide_the_ranks_and_fit_and_are_sorted():
     assert found and all(each.choice.ranks == 256 for each in found)
     assert [each.seconds.total for each in found] == sorted(each.seconds.total for each in found)
     assert max(each.memory for each in found) < JOB.device.memory_gib * 2**30
+    assert len({each.mesh for each in found}) < len(found), "a mesh has several microbatches and ways to recompute"
     least = candidates(JOB, 256, "memory")[0]
     assert least.memory == min(memory(JOB, each) for each in choices(JOB, 256))
     assert not candidates(job("llama_405b"), 8, "memory"), "405B parameters fit no 8 GPUs"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_mesh_is_a_candidate_where_a_run_accepts_its_parts_of_a_sequence(tp, cp):
+    of_8b = job("llama_8b")
+    uneven = of_8b._replace(shape=of_8b.shape._replace(vocab=128_257))  # which no degree divides, and a run accepts
+    config = read_config("train_configs/llama_8b.toml", [])
+    degrees = {"context_parallel_degree": cp, "tensor_parallel_degree": tp}
+    for seq_len in (4095, 4096, 4104, 4112, 8 * 515):
+        values = {"training": {"seq_len": seq_len}, "parallelism": degrees}
+        changed = {section: getattr(config, section).model_copy(update=keys) for section, keys in values.items()}
+        refused = any("seq_len" in fault for fault in mesh.faults(config.model_copy(update=changed), 16))
+        found = {(each.cp, each.tp) for each in choices(uneven._replace(seq_len=seq_len), 16)}
+        assert ((cp, tp) in found) != refused, seq_len
 
 
 def test_experts_are_split_only_where_they_are_divisible():
@@ -116,7 +134,8 @@ def test_experts_are_split_only_where_they_are_divisible():
         ("llama_70b", ["--parallelism.tensor_parallel_degree", "8"], "parallelism.tensor_parallel_degree"),
         ("llama_70b", ["--training.global_batch_size", "-1"], "training.global_batch_size"),
         ("llama_70b", ["--training.mixed_precision_param", "float32"], "training.mixed_precision_param"),
-        ("llama_70b_lora", [], "lora.enable"),
+        ("llama_70b_lora", [], "is frozen, by lora.enable"),
+        ("llama_8b", ["--optimizer.groups", '[{pattern = "layers.*", frozen = true}]'], "is frozen, .* optimizer.groups"),
         ("llama_8b", ["--parallelism.reduce_every_microbatch", "false"], "parallelism.reduce_every_microbatch"),
         ("llama_8b", ["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option"),
     ],
@@ -142,6 +161,13 @@ def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, ca
     printed = re.search(r"--training.local_batch_size (\d+)", out)
     assert printed and read_config("best.toml", []).training.local_batch_size == int(printed[1])
     assert read_config("best.toml", []).model.flavor == "debug", "what the options say is a part of it"
+
+
+def test_none_which_no_file_with_a_base_can_say_is_not_left_out_of_the_output(tmp_path, monkeypatch):
+    words = f"--gpus 8 --output {tmp_path}/best.toml --lr_scheduler.decay_ratio none"
+    monkeypatch.setattr(sys, "argv", ["plan", "train_configs/llama_3b.toml", *words.split()])
+    with pytest.raises(UserError, match=r"--lr_scheduler\.decay_ratio: none cannot be written into a file"):
+        tool.main()
 
 
 @pytest.mark.parametrize(
@@ -180,6 +206,21 @@ def test_a_trace_is_of_the_trace_event_format():
             named.add((each["pid"], each["tid"]))
         else:
             assert each["ts"] >= 0 and each["dur"] > 0 and (each["pid"], each["tid"]) in named, each
+
+
+def test_a_mesh_whose_fastest_choice_does_not_fit_by_estimate_gets_one_that_holds_less(capsys, monkeypatch):
+    """The search's sum of memory errs by a fifth, and lacks an EMA. On one GPU no other mesh is left."""
+    of, estimated, tried = job("llama_124m"), [80 * 2**30, 70 * 2**30], []
+
+    def measured(config: Config, ranks: int, device: str) -> int:
+        tried.append(memory(of, choice_of(config, ranks)))
+        return estimated[len(tried) - 1]
+
+    monkeypatch.setattr(tool, "predicted", measured)
+    monkeypatch.setattr(sys, "argv", ["plan", "train_configs/llama_124m.toml", "--gpus", "1"])
+    tool.main()
+    assert "  1. " in (out := capsys.readouterr().out) and "  1 better candidates are refused" in out
+    assert tried[0] == candidates(of, 1, "tokens_per_second")[0].memory and tried[1] < tried[0] * 75 / 80
 
 
 def test_where_no_mesh_fits_the_command_ends_with_1(capsys, monkeypatch):

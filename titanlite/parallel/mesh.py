@@ -110,6 +110,11 @@ def _degrees_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(DIMENSIONS, mesh.shape, strict=True))
 
 
+def equal_parts(context: int, tensor: int) -> int:
+    """Of a sequence: two for each rank of context parallelism, which balance causal attention, times the degree of tp."""
+    return (2 * context if context > 1 else 1) * tensor
+
+
 def rng_rank(mesh: DeviceMesh) -> int:
     """The number that seeds this process in a forward pass: one for each rank, as no two compute the same activations."""
     return mesh.get_rank()
@@ -128,12 +133,12 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
     training, parallelism = config.training, config.parallelism
     degrees = resolve_degrees(parallelism, ranks)
     context, tensor, shard, parts = degrees["cp"], degrees["tp"], degrees["dp_shard"] * degrees["cp"], parts_of(degrees)
-    if context > 1 and training.seq_len % (2 * context * tensor):
+    if (uneven := training.seq_len % equal_parts(context, tensor)) and context > 1:
         yield (
             f"parallelism.context_parallel_degree = {context}: training.seq_len = {training.seq_len} must be a multiple of "
-            f"2 x {context} x tensor_parallel_degree = {2 * context * tensor}, the equal parts of a sequence"
+            f"2 x {context} x tensor_parallel_degree = {equal_parts(context, tensor)}, the equal parts of a sequence"
         )
-    elif training.seq_len % tensor:
+    elif uneven:
         yield f"parallelism.tensor_parallel_degree = {tensor}: does not divide training.seq_len = {training.seq_len}"
     experts, together = parallelism.expert_parallel_degree, math.prod(degrees[name] for name in WITHIN_A_REPLICA)
     if together % experts:

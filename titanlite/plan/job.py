@@ -22,7 +22,6 @@ ERRORS = {
 MEMORY_ERROR = 0.25  # the largest difference between `memory` and `titanlite estimate` over the recipes is 22%
 # Conditions on keys -> what the model of time lacks for them
 _UNKNOWN = {
-    "lora.enable = true": "frozen weights",
     "training.predict_further > 0": "MTP modules",
     "distillation.teacher is set": "a second model",
     "parallelism.cpu_offload = true": "copies to the host",
@@ -47,8 +46,12 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         remedy = f'--device {device} knows no rate of float32; set it to "bfloat16", or use a file of --calibrate'
         raise UserError(f'training.mixed_precision_param = "float32": {remedy}')
     family = family_of(config.model)
+    model = on_meta(family, config)
+    if frozen := [name for name, each in model.named_parameters() if not each.requires_grad]:
+        how = "is frozen, by lora.enable, optimizer.groups or the model itself"
+        raise UserError(f"{frozen[0]}: {how}; plan does not know frozen weights; compare meshes with titanlite estimate")
     return Job(
-        Shape.of(family, on_meta(family, config), training.seq_len),
+        Shape.of(family, model, training.seq_len),
         known,
         node,
         training.seq_len,

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from titanlite.parallel.mesh import DEGREES
+from titanlite.parallel.mesh import DEGREES, equal_parts
 from titanlite.plan.report import GIB
 from titanlite.plan.time import Choice, Job, Seconds, memory, step
 
@@ -28,25 +28,28 @@ _WAITS = ("fsdp", "tp", "cp", "ep", "bubble", "sends")
 
 
 class Candidate(NamedTuple):
-    """A mesh with its prediction. memory: bytes, roughly. measured: bytes by `estimate`, of the first sound one."""
+    """A choice with its prediction. memory: bytes, roughly. measured: bytes by `estimate`, of the first sound one."""
 
     choice: Choice
     seconds: Seconds
     memory: float
     measured: int | None = None
 
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        return self.choice[:6]
+
 
 def candidates(job: Job, ranks: int, objective: Objective) -> list[Candidate]:
-    """The best candidate of each mesh that divides the model and fits the memory, the best first."""
-    room, found = job.device.memory_gib * GIB - job.device.reserve, dict[tuple[int, ...], tuple[float, Candidate]]()
-    for choice in choices(job, ranks):
-        if (size := memory(job, choice)) > room:
-            continue
-        candidate = Candidate(choice, step(job, choice), size)
-        cost = size if objective == "memory" else candidate.seconds.total
-        if choice[:6] not in found or cost < found[choice[:6]][0]:
-            found[choice[:6]] = cost, candidate
-    return [candidate for _, candidate in sorted(found.values(), key=lambda each: each[0])]
+    """Every choice that divides the model and, roughly, fits the memory, the best first."""
+    sizes = ((choice, memory(job, choice)) for choice in choices(job, ranks))
+    found = [Candidate(choice, step(job, choice), size) for choice, size in sizes if size <= room_of(job)]
+    return sorted(found, key=lambda each: each.memory if objective == "memory" else each.seconds.total)
+
+
+def room_of(job: Job) -> float:
+    """Bytes of a device for what `memory` and `estimate` count."""
+    return job.device.memory_gib * GIB - job.device.reserve
 
 
 def choices(job: Job, ranks: int) -> Iterator[Choice]:
@@ -69,7 +72,7 @@ def choices(job: Job, ranks: int) -> Iterator[Choice]:
 
 def _splits(job: Job, tp: int, cp: int) -> bool:
     """Whether tensor and context parallelism divide the matrices and the sequence."""
-    if job.seq_len % (2 * cp * tp) or (cp > 1 and job.seq_len // cp < _SHORTEST) or job.shape.vocab % tp:
+    if job.seq_len % equal_parts(cp, tp) or (cp > 1 and job.seq_len // cp < _SHORTEST):
         return False
     matrices = [each for layer, _ in job.shape.layers for each in layer.matrices if each.split]
     return not any((each.rows if each.split == "column" else each.columns) % tp for each in matrices)

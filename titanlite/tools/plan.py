@@ -13,6 +13,7 @@ Exit code 0 with a mesh, 1 when none fits, 2 for a fault of the configuration.
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -35,7 +36,7 @@ from titanlite.plan.calibrate import calibrate
 from titanlite.plan.job import errors_of, job_of
 from titanlite.plan.predict import predict
 from titanlite.plan.report import GIB
-from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_of, shares, why
+from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_of, room_of, shares, why
 from titanlite.plan.time import Job
 from titanlite.plan.timeline import events
 from titanlite.registry.family import family_of
@@ -68,6 +69,7 @@ def main() -> None:
     for option, file in (("--output", options.output), ("--trace", options.trace)):
         if file and file.exists():
             raise UserError(f"{option} {file}: exists; name a new file")
+    kept = given_values(config, path) if options.output else {}
     found = candidates(job, options.gpus, options.objective)
     winners, refused = sound(found, path, words[1:], options.gpus, job, options.top)
     if not winners:
@@ -75,9 +77,6 @@ def main() -> None:
         print(f"{config.model.title}: no mesh of {options.gpus} x {options.device} fits{reason}")
         sys.exit(1)
     if options.output:
-        values = config.model_dump()
-        by_option = [key.split(".") for key, layer in config.layers.items() if layer == OPTION]
-        kept = {f"{section}.{name}": value for section, name in by_option if (value := values[section][name]) is not None}
         write(options.output, path, kept | keys_of(winners[0].choice))
     if options.trace:
         trace = {"traceEvents": events(job, winners[0].choice), "displayTimeUnit": "ms"}
@@ -111,7 +110,8 @@ def read_job(config: Config, device: str, node: int) -> Job:
 def sound(
     found: list[Candidate], path: str, words: list[str], ranks: int, job: Job, top: int
 ) -> tuple[list[Candidate], list[str]]:
-    """(the first candidates that `check` accepts, of which the first fits by `estimate`; why others are refused).
+    """(the first candidate of each of the first meshes that `check` accepts, of which the first fits by `estimate`; why others
+    are refused).
 
     Raises Faults for those that all candidates have: they are of the configuration, not of a mesh.
     """
@@ -119,7 +119,13 @@ def sound(
     refused: list[str] = []
     faulty: list[Faults] = []
     on_cpu = job.device.cpu_ranks > 0
-    for candidate in found[:_TRIED]:
+    most = dict[tuple[int, ...], float]()  # of a mesh: the memory, roughly, of which more is not tried
+    for candidate in found:
+        if candidate.memory > most.get(candidate.mesh, math.inf):
+            continue
+        if len(refused) == _TRIED:
+            break
+        most[candidate.mesh] = 0.0
         chosen = [word for key, value in keys_of(candidate.choice).items() for word in (f"--{key}", str(value))]
         try:
             config = read_config(path, [*words, *chosen])
@@ -131,14 +137,15 @@ def sound(
         measured = None
         if not winners and not BEFORE_2_13:  # which cannot predict with bfloat16
             measured = predicted(config, ranks, "cpu" if on_cpu else "cuda")
-            if measured + job.device.reserve > job.device.memory_gib * GIB:
+            if measured > room_of(job):
                 refused.append(f"{name_of(candidate.choice)}: takes {measured / GIB:.0f} GiB by titanlite estimate")
+                most[candidate.mesh] = candidate.memory * room_of(job) / measured
                 continue
         winners.append(candidate._replace(measured=measured))
         if len(winners) == top:
             break
     common = [fault for fault in faulty[0].faults if all(fault in each.faults for each in faulty)] if faulty else []
-    if common and len(faulty) == len(found[:_TRIED]):
+    if common and len(faulty) == len(refused) and not winners:
         raise Faults(path, common)
     return winners, refused
 
@@ -176,6 +183,16 @@ def _expected(job: Job, device: str) -> str:
     if (error := errors_of(job, device)) is None:
         return f"error: unknown, since no blind published run is of a {kind} model on {device}"
     return f"error: {error[0]:.0%} on average, {error[1]:.0%} in the ninth decile, of published {kind} runs on {device}"
+
+
+def given_values(config: Config, base: str) -> dict[str, Any]:
+    """What the options of the command line set. Raises UserError for "none": TOML has no null that unsets a key of `base`."""
+    values, keys = config.model_dump(), [key for key, layer in config.layers.items() if layer == OPTION]
+    given = {key: values[section][name] for key in keys for section, name in [key.split(".")]}
+    if unset := [key for key, value in given.items() if value is None]:
+        remedy = f"remove the key from a copy of {base}, or leave --output out"
+        raise UserError(f"--{unset[0]}: none cannot be written into a file that has {base} as its base; {remedy}")
+    return given
 
 
 def write(output: Path, base: str, keys: dict[str, Any]) -> None:
