@@ -14,7 +14,7 @@ from models.decoder import Decoder
 from tests import tiny, tiny_hybrid
 from tests.distributed.scenarios import MODES
 from tests.repetitions import campaign_but
-from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HALF, LATE, MUON, SHARD, TP, Case
+from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HALF, LATE, SHARD, TP, Case
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import FakeTensorMode
 from titanlite.plan.layers import Layers
@@ -42,10 +42,11 @@ def test_a_step_sends_what_its_shapes_require(name):
     assert {key: (calls[key], sizes[key]) for key in calls} == EXPECTED[name]
 
 
+SPECTRAL = {"optimizer": {"name": "tests.own.parts:SpectralDescent", "weight_decay": 0.0}}  # sends matrices in buckets
 SEVEN = {
     "shard 2, two microbatches, reduced once": Case(SHARD, "seven", accumulation=2, parallelism=LATE),
     "tp 2, adapters, every second layer": Case(TP, "seven", reduced="every second layer", others=ADAPTERS),
-    "2 x 2, Muon": Case(BOTH, "seven", others=MUON),
+    "2 x 2, own optimizer of whole matrices": Case(BOTH, "seven", others=SPECTRAL),
     "2 x 2, two MTP modules": Case(BOTH, "seven", accumulation=2, training={"predict_further": 2}),
     "shard 2, gathers in float8": Case(SHARD, "seven", others=FLOAT8_GATHERS),
 }

@@ -279,8 +279,9 @@ def offloaded(held: MicrobatchMemory) -> MicrobatchMemory:
 def whole_update(layers: Layers, setup: Setup) -> Update:
     """The update of the whole model, from those of one layer of each kind of parameters, and of one more of each."""
     ones = [equals[0] for equals in layers.same]
-    # Muon sends matrices in buckets, of which a few layers do not fill one. And no more are run than the model has.
-    if setup.config.optimizer.name == "Muon" or (len(ones) + 1) ** 2 > len(layers.stands_for):
+    # Muon sends matrices in buckets, of which a few layers do not fill one, and an optimizer of the user's may do so too. And
+    # no more are run than the model has.
+    if setup.config.optimizer.name not in ("AdamW", "Adam") or (len(ones) + 1) ** 2 > len(layers.stands_for):
         return measure_update(setup, [*layers.stands_for])
     first = whole = measure_update(setup, ones)
     for equals in (equals for equals in layers.same if len(equals) > 1):
