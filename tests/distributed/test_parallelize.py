@@ -203,6 +203,7 @@ def with_table(change: dict[str, str | None]) -> Family:
         ({"layers.*.ffn.w4": "row"}, 1, "sharding: the pattern 'layers.*.ffn.w4' matches nothing"),
         ({"layers.*.ffn.w2": "rows"}, 1, "sharding: layers.*.ffn.w2 has the unknown style 'rows'; there are: column"),
         ({}, 5, "parallelism.tensor_parallel_degree = 5: does not divide layers.*.attention.wq.weight, 64 rows"),
+        ({}, 30, "parallelism.tensor_parallel_degree = 30: leaves ranks without one of the 512 rows of embed.weight"),
     ],
 )
 def test_a_wrong_sharding_table_is_refused_with_the_module_named_once(change, tp, fault):

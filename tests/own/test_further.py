@@ -187,7 +187,7 @@ def test_another_precision_differs_by_its_rounding(pools, name, precision):
 def test_a_run_reports_the_mtp_loss_resumes_bit_for_bit_and_exports_a_model_without_mtp(pools, tmp_path, caplog, monkeypatch):
     keys: dict[str, Any] = {"training": {"predict_further": 1, "predict_further_weight": WEIGHT}}
     keys["validation"] = {"enable": True, "steps": 1, "freq": STEPS}
-    keys["optimizer"] = {"ema_decay": 0.9}
+    keys["optimizer"] = {"ema_decay": 0.9, "groups": [{"pattern": "further.*", "lr": 0.5}]}  # which no opened model has
     resumes_once(pools, SHARD, tmp_path, **keys)
     first, *_, last = reports(tmp_path / "whole")
     own = last["loss"] - WEIGHT * last["further_loss"]  # before the update of this step

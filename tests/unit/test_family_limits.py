@@ -93,6 +93,21 @@ def test_the_commands_that_generate_or_score_refuse_a_family_that_cannot_before_
         command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, model="tests.tiny"))
 
 
+@pytest.mark.parametrize(
+    ("declares", "tp", "fault"),
+    [
+        ({"tensor_parallel": 1}, 2, '--tp 2: tests.tiny declares LIMITS["tensor_parallel"] = 1'),
+        ({}, 8, "--tp 8: does not divide n_kv_heads = 4"),  # it divides the rows of their matrices
+    ],
+)
+def test_the_commands_that_split_a_model_refuse_what_a_run_refuses(monkeypatch, tmp_path, declares, tp, fault):
+    declared(monkeypatch, **declares)
+    monkeypatch.setattr(command, "checkpoints", lambda folder: [folder])
+    monkeypatch.setattr(command, "family_at", lambda _source, model: load_family(model, "plain"))
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, model="tests.tiny", tp=tp))
+
+
 def test_check_model_fails_if_a_start_does_not_enforce_the_limits(monkeypatch):
     declared(monkeypatch, stages=False, generates=False)
     model, family = Model(name="tests.tiny", flavor="plain"), load_family("tests.tiny", "plain")

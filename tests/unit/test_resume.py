@@ -166,7 +166,7 @@ def test_a_checkpoint_of_version_0_2_keeps_its_schedule():
 
 
 def test_no_run_continues_from_imported_weights():
-    numbers = imported_numbers(load_family("tests.tiny", "plain"), {"name": "tests.tiny"})
+    numbers = imported_numbers(load_family("tests.tiny", "plain"), model={"name": "tests.tiny"})
     with pytest.raises(UserError, match="holds weights alone"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
 

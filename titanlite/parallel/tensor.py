@@ -107,10 +107,10 @@ _LOCAL_LINEAR = Style(Replicate(), Replicate(), before=_wrap_local, after=_unwra
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
 
 
-def sharding_faults(model: Decoder, family: Family, tp: int) -> list[str]:
+def sharding_faults(model: Decoder, family: Family, tp: int, given: str = "") -> list[str]:
     """Faults of a family's sharding table: parameters without a style, unknown styles, sizes that tp does not divide; and
     `layers` with a block twice, which is one unit of FSDP, compile and recomputation; tied parameters of different units or
-    styles."""
+    styles. given: how the user has said tp, if not by the key of a run."""
     styles, faults = styles_of(model, family)
     blocks = [*model.layers.values()]
     if again := next((name for number, (name, block) in enumerate(model.layers.items()) if block in blocks[:number]), ""):
@@ -126,7 +126,9 @@ def sharding_faults(model: Decoder, family: Family, tp: int) -> list[str]:
             size = module.get_parameter("weight").shape[0 if style == "column" else 1]
             if size % tp:
                 where = f"{kind}.weight, {size} {'rows' if style == 'column' else 'columns'}"
-                faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {where}")
+                faults.append(f"{given or _key(tp)}: does not divide {where}")
+        elif style == "vocab" and (rows := len(module.get_parameter("weight"))) <= -(-rows // tp) * (tp - 1):
+            faults.append(f"{given or _key(tp)}: leaves ranks without one of the {rows} rows of {kind}.weight")
     faults += [fault for name, first in tied_names(model).items() for fault in _tie_faults(model, styles, name, first)]
     return list(dict.fromkeys(faults))
 
@@ -250,12 +252,20 @@ def undivided_sizes(family: Family, model: nn.Module, tensor: int) -> list[str]:
     return [size if "" in paths else f"{size} in {' and '.join(paths)}" for size, paths in found.items()]
 
 
+def split_faults(family: Family, model: Decoder, tp: int, title: str, given: str = "") -> Iterator[str]:
+    """Why `tp` ranks cannot split a model on the meta device. given: as for `sharding_faults`."""
+    if undivided := undivided_sizes(family, model, tp):
+        yield f"{given or _key(tp)}: does not divide {', '.join(undivided)} of {title}"
+    # widths of matrices follow from the dimensions, so that one fault is enough
+    yield from sharding_faults(model, family, 1 if undivided else tp, given)
+
+
+def _key(tp: int) -> str:
+    return f"parallelism.tensor_parallel_degree = {tp}"
+
+
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """What tensor parallelism needs of a model, on the meta device."""
-    tensor = config.parallelism.tensor_parallel_degree
-    if undivided := undivided_sizes(family, model, tensor):
-        yield (f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} of {config.model.title}")
-    # widths of matrices follow from the dimensions, so that one fault is enough
-    yield from sharding_faults(model, family, 1 if undivided else tensor)
+    yield from split_faults(family, model, config.parallelism.tensor_parallel_degree, config.model.title)
     if config.float8.enable and not config.lora.enable:
         yield from linear_layers(model, config, styles_of(model, family)[0])[1]

@@ -20,7 +20,8 @@ from titanlite.ground.errors import UserError
 from titanlite.hf.folder import find_weights
 from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.launch.local_ranks import on_ranks
-from titanlite.registry.limits import no_generation
+from titanlite.parallel.tensor import split_faults
+from titanlite.registry.limits import no_generation, refused_dimensions
 from titanlite.tools.checkpoint import add_weights, checkpoints
 from titanlite.tools.open_model import LoadedModel, family_at, is_hf_folder, open_model
 from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, WholeNumber, command_parser, existing_folder, nonempty
@@ -59,6 +60,11 @@ def model_source(options: argparse.Namespace) -> Path:
     family = family_at(source, options.model or "")
     if reason := no_generation(family.limits):
         raise UserError(f"{source}: {family.module.__name__} cannot generate or score: it {reason}")
+    if options.tp > 1:
+        name, tp = family.module.__name__, options.tp
+        refused = [f"--tp {tp}: {name} {reason}" for reason in refused_dimensions(family.limits, {"tp": tp}).values()]
+        if refused := refused or [*split_faults(family, family.on_meta(), tp, name, f"--tp {tp}")]:
+            raise UserError("\n".join(refused))
     if is_hf_folder(source):
         if options.weights == "ema":
             raise no_average(source)

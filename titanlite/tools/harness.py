@@ -9,6 +9,7 @@ from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from titanlite.ground.errors import UserError
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.tools.open_model import LoadedModel
 
@@ -54,7 +55,9 @@ class Harness(TemplateLM):
 
     def _shortened(self, context: list[int], new: list[int]) -> tuple[list[int], list[int]]:
         """Truncates the context so that the input, all tokens but the last, has at most max_length tokens."""
-        assert context and 0 < len(new) <= self._max_length
+        assert context and new
+        if len(new) > self._max_length:
+            raise UserError(f"--max-length {self._max_length}: a task has an answer of {len(new)} tokens")
         return (context + new)[-(self._max_length + 1) : -len(new)], new
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -71,6 +74,10 @@ class Harness(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        for longest in (normalize_gen_kwargs(request.args[1])["max_gen_toks"] for request in requests):
+            if longest >= self._max_length:
+                new = f"a task asks for {longest} new tokens, which leaves no room for a prompt"
+                raise UserError(f"--max-length {self._max_length}: {new}")
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         pairs = [(context, request.args[1]) for context, request in zip(contexts, requests, strict=True)]
         ordered = Collator(pairs, sort_fn=lambda pair: -len(pair[0]), group_by="gen_kwargs")  # by the generation options
@@ -83,7 +90,7 @@ class Harness(TemplateLM):
         """The continuation of each context, up to the first stop sequence."""
         cfg: dict[str, Any] = {**normalize_gen_kwargs(options)}
         stops = handle_stop_sequences(cfg.get("until"), None)
-        tokens = min(cfg["max_gen_toks"], self._max_length - 1)
+        tokens = cfg["max_gen_toks"]
         sampling = Sampling(cfg.get("temperature", 0.0), cfg.get("top_k") or 0, cfg.get("top_p") or 1.0)
 
         def text_of(new: list[int]) -> str:

@@ -36,7 +36,7 @@ from titanlite.launch.local_ranks import on_ranks
 from titanlite.launch.process import of_all_ranks
 from titanlite.loop.metrics import peak_memory_gib
 from titanlite.registry.family import Family
-from titanlite.tools.open_model import Recognized, recognize
+from titanlite.tools.open_model import Recognized, recognize, training_of
 from titanlite.tools.options import LOCAL_RANKS, SEED, WholeNumber, command_parser, existing_folder, new_path, nonempty
 from titanlite.tools.upcycle import Upcycling, copied, fill_routers, moe_of
 
@@ -96,10 +96,10 @@ def model_section(model: Recognized, source: Path) -> dict[str, Any]:
     return section | ({"overrides": model.overrides} if model.overrides else {})
 
 
-def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a manifest for imported weights. model: the keys of [model] that describe them."""
+def imported_numbers(family: Family, **config: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a manifest for imported weights. config: the keys of [model] and [training] that describe them."""
     nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}}
-    return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
+    return {**nothing, "architecture": family.dimensions(), "config": config, "imported": True}
 
 
 def import_hf(
@@ -120,7 +120,7 @@ def _import(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     dense, target = recognize(source, model).family, target_of(source, model, upcycling)
     weights: Mapping[str, Sequence[Entry]] = find_weights(source, dense, dense.on_meta())
-    shapes = model_tensors(target.family.on_meta())
+    shapes, training = model_tensors(target.family.on_meta()), training_of(source, weights)
     if upcycling:
         weights = copied(weights, upcycling.n_experts)
 
@@ -133,7 +133,7 @@ def _import(
         routers = {name: split(name, torch.float32) for name in shapes if name not in weights}
         fill_routers(routers, target.family, upcycling.seed)
         tensors |= routers
-    numbers = imported_numbers(target.family, model_section(target, source))
+    numbers = imported_numbers(target.family, model=model_section(target, source), training=training)
     writer = Writer(unfinished, output.name, lambda files: manifest.commit(unfinished, output, Manifest(numbers, files)))
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)

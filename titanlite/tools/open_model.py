@@ -1,7 +1,7 @@
 """Loads a checkpoint, or a folder in Hugging Face's format, for inference: no optimizer, no FSDP, weights in one precision."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from models.decoder import Decoder
 from titanlite.checkpoint import load, manifest
+from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.checkpoint.tensors import AVERAGE_UPDATES, AVERAGES, WEIGHTS, model_tensors
 from titanlite.checkpoint.whole import no_average
 from titanlite.config.read import stored_config
@@ -17,17 +18,17 @@ from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError, listed, phase
-from titanlite.hf.folder import find_weights
+from titanlite.hf.folder import Entry, find_weights
 from titanlite.hf.load import load_weights
 from titanlite.launch.process import rank_and_world
 from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.tensor import apply_tensor_parallel, sharding_faults
+from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.registry.description import read_description
 from titanlite.registry.family import FROM_ASSETS, Family, described, family_of, load_module, reader_of, trusted
 from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
-from titanlite.transforms.meta import on_meta
+from titanlite.transforms.meta import cast_parameters, on_meta
 
 _DEFAULT_LENGTH = 2048  # lm-eval's default, for a config.json without max_position_embeddings
 
@@ -105,9 +106,6 @@ def _open_checkpoint(
     config = _trusted_config(found, source, name)
     if average and not config.optimizer.ema_decay:
         raise no_average(source)
-    # only training uses MTP modules
-    left_out = [f"{prefix}further.*" for prefix in (WEIGHTS, AVERAGES)] if config.training.predict_further else []
-    config = config.model_copy(update={"training": config.training.model_copy(update={"predict_further": 0})})
     cfg = config.model
     family = family_of(cfg)
     if changed := family.changes_since(found.numbers["architecture"]):
@@ -118,10 +116,16 @@ def _open_checkpoint(
     tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
     precision = DTYPES[dtype or config.training.mixed_precision_param]
     model = build(family, config, device, precision, dist.get_world_size())
-    load.load_tensors(source, found, model_tensors(model), left_out[:1], WEIGHTS)
+    stored = tensor_entries(read_metadata(source, found.files))
+
+    def further(prefix: str) -> list[str]:  # MTP modules, which only training uses
+        return [f"{prefix}further.*"] if any(name.startswith(f"{prefix}further.") for name in stored) else []
+
+    load.load_tensors(source, found, model_tensors(model), further(WEIGHTS), WEIGHTS)
     if average:
-        averages = {f"{AVERAGES}{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        load.load_tensors(source, found, averages, [AVERAGE_UPDATES, *left_out[1:]], AVERAGES)
+        # only of what was trained
+        averages = {name: p.detach() for each, p in model.named_parameters() if (name := f"{AVERAGES}{each}") in stored}
+        load.load_tensors(source, found, averages, [AVERAGE_UPDATES, *further(AVERAGES)], AVERAGES)
     return LoadedModel(model.eval(), config.training.seq_len, tokenizer)
 
 
@@ -130,21 +134,27 @@ def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: 
     weights = find_weights(source, found.family, found.family.on_meta())
     config = Config.model_validate({"model": {"name": found.name, "flavor": FROM_ASSETS, "hf_assets_path": str(source)}})
     tokenizer = load_tokenizer(assets or str(source), "--tokenizer")
-    stored = next(iter(weights.values()))[0].dtype
-    model = build(found.family, config, device, DTYPES[dtype] if dtype else stored, dist.get_world_size())
+    training = training_of(source, weights)
+    model = build(found.family, config, device, DTYPES[dtype or training["mixed_precision_param"]], dist.get_world_size())
     load_weights(model_tensors(model), weights)
+    return LoadedModel(model.eval(), training["seq_len"], tokenizer)
+
+
+def training_of(source: Path, weights: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+    """The keys of [training] that a folder in Hugging Face's format has: its length, and the dtype of its weights."""
     length = read_description(source).get("max_position_embeddings", _DEFAULT_LENGTH)
-    return LoadedModel(model.eval(), length, tokenizer)
+    stored = next(iter(weights.values()))[0].dtype
+    return {"seq_len": length, "mixed_precision_param": next(name for name, dtype in DTYPES.items() if dtype == stored)}
 
 
 def build(family: Family, config: Config, device: torch.device, dtype: torch.dtype, tp: int = 1) -> Decoder:
-    """A model with buffers, split over tp ranks, which are all there are, with memory for its weights."""
-    model = on_meta(family, config)
+    """A model with buffers and adapters, without what only training has, and with memory for its weights. It is split over tp
+    ranks, which are all there are, and into which `model_source` has found that it can be split."""
+    model = on_meta(family, Config(model=config.model, lora=config.lora))
+    cast_parameters(model, dtype)
     if tp > 1:
-        if faults := sharding_faults(model, family, tp):
-            raise UserError("\n".join(faults))
         apply_tensor_parallel(model, family, build_mesh({"tp": tp}, device.type)["tp"])
-    materialize(model.to(dtype), device)
+    materialize(model, device)
     distributions, _ = match_initial(model, family)
     for name, buffer in model.named_buffers():
         fill(buffer, name, distributions[name], seed=0)  # all are constants, and some are not stored

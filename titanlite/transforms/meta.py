@@ -31,12 +31,17 @@ def on_meta(family: Family, config: Config) -> Decoder:
     """
     model = family.on_meta()
     _add_further(model, config)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[config.training.dtype])
+    cast_parameters(model, DTYPES[config.training.dtype])
     if config.lora.enable:
         lora.adapt(model, config.lora, DTYPES[config.training.mixed_precision_param])
     apply_groups(model, config.optimizer.groups)
     return model
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers keep their dtype: in bfloat16, the biases of routers would choose other experts."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _add_further(model: Decoder, config: Config) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, processors
 
 from tests.end_to_end.test_eval import TASKS, write_tasks
 from tests.hf_folders import write
+from titanlite.ground.errors import UserError
 from titanlite.tools.harness import Harness
 from titanlite.tools.open_model import open_model
 
@@ -75,6 +77,13 @@ def test_every_result_equals_that_of_lm_evals_own_model(pools, tmp_path, begin):
             largest = max(largest, *(abs(a - b) for a, b in pairs))
     print(f"{begin}: log-likelihoods differ by {largest:.1e}")
     assert largest < 1e-3
+
+
+@pytest.mark.slow  # as above: imports
+def test_a_task_whose_new_tokens_leave_no_room_for_a_prompt_is_refused_as_lm_evals_model_refuses_it():
+    asked = SimpleNamespace(args=("one two three", {"until": [], "max_gen_toks": LENGTH}))
+    with pytest.raises(UserError, match=f"--max-length {LENGTH}: a task asks for {LENGTH} new tokens"):
+        Harness(SimpleNamespace(), LENGTH, batch_size=1).generate_until([asked])
 
 
 def _flat(value: Any) -> list[float]:

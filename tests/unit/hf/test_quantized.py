@@ -16,11 +16,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests import quantized_files
 from tests.hf_folders import NORM, assert_logits_agree, change_json, read, tensors_of, their_model
 from tests.quantized_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
+from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.hf.export import export
 from titanlite.hf.folder import stored_tensors
 from titanlite.registry.family import load_family
-from titanlite.tools.open_model import recognize
+from titanlite.tools.open_model import open_model, recognize
 
 
 def random_box(generator: random.Random, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -100,6 +101,23 @@ def test_import_and_export_give_bfloat16_values_and_a_float32_bias(pools, float8
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(dtype), dtype="auto")
         assert model.dtype == torch.bfloat16
         assert all(b.dtype == torch.float32 for name, b in model.named_buffers() if name.endswith("correction_bias"))
+
+
+def test_a_folder_and_its_import_open_with_their_length_and_dtype_and_the_float32_biases_of_routers(
+    pools, float8, tmp_path, group_of_one
+):
+    """In bfloat16 large biases become equal, and a router chooses other experts."""
+    folder, values = float8
+    pools[1].run("tests.hf_folders:import_here", source=folder, output=tmp_path / "weights", model=DEEPSEEK)
+    length = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    assert length != Config().training.seq_len, "a default that stands in for it would not be seen"
+    for source in (folder, tmp_path / "weights"):
+        opened = open_model(source, torch.device("cpu"), name=DEEPSEEK)
+        assert opened.seq_len == length and {p.dtype for p in opened.model.parameters()} == {torch.bfloat16}
+        biases = [buffer for name, buffer in opened.model.named_buffers() if name.endswith("router.bias")]
+        stored = [value for name, value in values.items() if name.endswith("correction_bias")]
+        assert biases and all(torch.equal(ours, theirs) for ours, theirs in zip(biases, stored, strict=True))
+        assert not all(torch.equal(bias, bias.bfloat16().float()) for bias in biases)
 
 
 def test_mtp_layers_are_left_out_of_float8_folders(float8, tmp_path):
