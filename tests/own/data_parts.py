@@ -108,7 +108,7 @@ class WrongStream(IterableDataset):
             self.rows += self.way == "late"
 
     def state_dict(self):
-        strange = {"numpy": np.int64(3), "keys": {1: 2}, "nan": float("nan")}
+        strange = {"numpy": np.int64(3), "keys": {1: 2}, "nan": float("nan"), "digits": 1 << 256}
         value = "x" * 40_000_000 if self.way == "large" else strange.get(self.way, 0)
         return {"rows": self.rows, "more": [{"value": value}]}
 

@@ -114,6 +114,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "numpy": (WRONG_STREAM, {"way": "numpy"}, r"state_dict\(\)\['more'\]\[0\]\['value'\] is .*3.*; a checkpoint"),
     "keys": (WRONG_STREAM, {"way": "keys"}, r"\['value'\]\[1\] is 1; a checkpoint"),
     "nan": (WRONG_STREAM, {"way": "nan"}, "Out of range float values are not JSON"),
+    "digits": (WRONG_STREAM, {"way": "digits"}, r"state_dict\(\): an integer of more than 40 digits"),
     "large": (WRONG_STREAM, {"way": "large"}, "a checkpoint holds 33,554,432"),
 }
 

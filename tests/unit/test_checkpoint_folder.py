@@ -52,6 +52,17 @@ def test_only_complete_checkpoints_are_listed_by_number(tmp_path):
     assert list_steps(tmp_path / "missing") == []
 
 
+def test_a_manifest_that_no_start_could_read_is_not_committed(tmp_path):
+    """The state of a user's own data is in it, and every later start would have called the checkpoint damaged."""
+    unfinished, final = tmp_path / ".step-00000010.unfinished", step_folder(tmp_path, 10)
+    unfinished.mkdir()
+    with pytest.raises(UserError, match="an integer of more than 40 digits"):
+        manifest.commit(unfinished, final, manifest.Manifest({"step": 10, **NUMBERS, "stream": [10**50]}, {}))
+    assert not final.exists()
+    manifest.commit(unfinished, final, manifest.Manifest({"step": 10, **NUMBERS, "stream": [10**30]}, {}))
+    assert list_steps(tmp_path) == [10]
+
+
 # ----------------------------------------------------------------------------------------------------------------- retention
 
 

@@ -23,6 +23,7 @@ from titanlite.data.samples import Row
 from titanlite.data.sources import name_of, sections_of, sources_of
 from titanlite.data.tokenizer import digest
 from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import bounded
 from titanlite.registry.own import calling, fault_of, function_of, is_part, place, with_options
 
 ENDLESS = MAX_POSITION  # samples of a map without __len__, and of a stream
@@ -166,7 +167,7 @@ class OpenStream:
         with self._source.failing("state_dict() fails"):
             state = self._part.state_dict()
         try:
-            text = json.dumps(_STATE.validate_python(state, strict=True), allow_nan=False)
+            text = json.dumps(bounded(_STATE.validate_python(state, strict=True)), allow_nan=False)
         except ValidationError as error:
             first = error.errors()[0]
             at = "".join(f"[{name!r}]" for name in first["loc"][1::2])  # between the names of types

@@ -179,7 +179,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def parse_json(text: str, pairs: Any = None) -> Any:
     """The value of a JSON text. pairs: as json's object_pairs_hook. Raises ValueError with the reason why there is none."""
     try:
-        return _bounded(json.loads(text, object_pairs_hook=pairs))
+        return bounded(json.loads(text, object_pairs_hook=pairs))
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, character {error.colno}" if error.lineno > 1 else f"character {error.pos + 1}"
         raise ValueError(f"not JSON: {error.msg} at {line}") from None
@@ -193,7 +193,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     if any(part.count(".") > _DEPTH for part in re.split("[\n=,]", text)):
         raise ValueError(f"a key of more than {_DEPTH} names")
     try:
-        return _bounded(tomllib.loads(text))
+        return bounded(tomllib.loads(text))
     except (RecursionError, ValueError) as error:
         raise ValueError(_too_much(error)) from None
 
@@ -214,7 +214,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _bounded(value: Any) -> Any:
+def bounded(value: Any) -> Any:
     """A value whose depth and integers are bounded, level by level: code that recurses cannot overflow the stack."""
     level, depth = [value], 0
     while level:
