@@ -55,7 +55,7 @@ from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_
 from titanlite.plan import memory as memory_plan
 from titanlite.plan.outlook import Outlook, peak_flops
 from titanlite.registry.family import family_of
-from titanlite.registry.own import source_of_parts
+from titanlite.registry.own import source_of_parts, source_of_reports
 from titanlite.registry.source import source_of
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
@@ -120,7 +120,8 @@ def train(
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
-        record |= {"own_source": source_of_parts(config, metrics=True), "teacher": digest_of_teacher(config)}
+        record |= {"own_source": source_of_parts(config), "report_source": source_of_reports(config)}
+        record["teacher"] = digest_of_teacher(config)
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
@@ -293,7 +294,7 @@ def main(config: Config | None = None) -> None:
         if settled.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         family = family_of(config.model)
-        sources = source_of(family.module) | source_of_parts(settled, metrics=True)
+        sources = source_of(family.module) | source_of_parts(settled, reports=True)
         hashes = {name: module["hash"] for name, module in sources.items()} | {"teacher": digest_of_teacher(settled)}
         device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for

@@ -160,6 +160,10 @@ def test_a_step_is_replayed_with_its_own_rate_and_not_that_of_a_later_start(pool
     expected = {report[0]: report for report in reports(tmp_path)}
     for found, _ in replays(pools, {}, tmp_path, {}, 3, 8, 9, 12):
         assert numbers(found) == expected[found.step.number]
+    for number in (8, 5):  # as retention does; from an earlier checkpoint, or the start, steps up to 8 would get the later rate
+        shutil.rmtree(tmp_path / f"checkpoint/step-{number:08d}")
+        with pytest.raises(WorkerFailure, match=r"--step 9: the run was resumed after step 8, .*:\n.*optimizer.lr"):
+            replays(pools, {}, tmp_path, {}, 9)
 
 
 def test_after_load_step_the_steps_since_then_are_replayed(pools, finished, tmp_path):
@@ -242,7 +246,5 @@ def test_a_step_after_a_mixture_change_is_not_replayed_from_before_it(pools, fin
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     timeline = manifest.read(tmp_path / "checkpoint/step-00000012").numbers["timeline"]
     rewrite(tmp_path, 12, timeline=[*timeline, timeline[0] | {"first_step": 11, "first_sample": 80, "began": 80}])
-    with pytest.raises(
-        WorkerFailure, match=r"--step 12: sources or weights changed after 80 samples, and the checkpoint there is"
-    ):
+    with pytest.raises(WorkerFailure, match=r"--step 12: sources, weights or the global batch changed after step 10, and"):
         replays(pools, {}, tmp_path, {}, 12)

@@ -12,11 +12,12 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.read import read_config, to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
+from titanlite.loop.own_code import OwnCode
 from titanlite.loop.resume import Progress, RunIdentity, check_changes, numbers_of
 from titanlite.optim.lr_schedule import build_schedule, faults
 from titanlite.registry.check import found_by
 from titanlite.registry.family import Family
-from titanlite.registry.own import check_trust, source_of_parts
+from titanlite.registry.own import check_trust, parts_of, source_of_parts
 from titanlite.tools.replay import setting_of
 
 OWN = "tests.own.parts:inverse_sqrt"
@@ -109,6 +110,21 @@ def test_no_part_that_a_run_names_is_imported_unless_the_command_names_it(tmp_pa
     assert "foreign_part" not in sys.modules
 
 
+def test_what_only_reports_is_left_out_of_a_replay_and_never_imported(tmp_path, monkeypatch):
+    (tmp_path / "foreign_report.py").write_text("raise SystemExit('was run')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    part = "foreign_report:f"
+    sections = {
+        "metrics": {"extra": [part]},
+        "validation": {"enable": True, "dataset": part},
+        "training": {"global_batch_size": 8},
+    }
+    (tmp_path / "config.toml").write_text(to_toml(Config.model_validate(sections)))
+    config, _ = setting_of(tmp_path, 1)
+    OwnCode(config)
+    assert source_of_parts(config, reports=True) == parts_of(config) == {} and "foreign_report" not in sys.modules
+
+
 def test_the_source_of_a_part_is_its_module_and_what_it_imports(tmp_path, monkeypatch):
     (tmp_path / "part_of_mine.py").write_text("import math\nimport help_of_mine\ndef f(step, start, end): return 1.0\n")
     (tmp_path / "help_of_mine.py").write_text("")
@@ -119,10 +135,40 @@ def test_the_source_of_a_part_is_its_module_and_what_it_imports(tmp_path, monkey
 
 def test_a_resume_with_other_code_of_a_part_is_refused_with_its_difference(own_module):
     own_module("def f(step, start, end): return 1.0\n")
-    config = configured("own_code:f")
-    identity = RunIdentity(config, Family(llama3, llama3.FLAVORS["debug"]), DATA, 8)
-    numbers = json.loads(json.dumps(numbers_of(identity, build_schedule(config), Progress(10, DATA.timeline(8)))))
+    identity, numbers = saved_by(configured("own_code:f"))
     check_changes(identity, SOURCE, Manifest(numbers, {}))
     own_module("def f(step, start, end): return 0.5 * 1.0\n")
     with pytest.raises(UserError, match=r"(?s)-def f.* return 1\.0.*\+def f.*--checkpoint.allow_changes model.source"):
         check_changes(identity, SOURCE, Manifest(numbers, {}))
+
+
+def saved_by(config: Config) -> tuple[RunIdentity, dict]:
+    """The identity of a run, and the numbers of its checkpoint of step 10."""
+    identity = RunIdentity(config, Family(llama3, llama3.FLAVORS["debug"]), DATA, 8)
+    return identity, json.loads(json.dumps(numbers_of(identity, build_schedule(config), Progress(10, DATA.timeline(8)))))
+
+
+def test_a_hook_that_a_resume_adds_is_one_change_which_its_key_allows(own_module):
+    own_module("def after_step(step, model, optimizer): pass\n")
+    identity, numbers = saved_by(configured("cosine"))
+    with_hook = identity.config.with_keys({"hooks.modules": ["own_code"]})
+    with pytest.raises(UserError, match=r"--checkpoint\.allow_changes hooks\.modules$"):
+        check_changes(identity._replace(config=with_hook), SOURCE, Manifest(numbers, {}))
+    allowed = with_hook.with_keys({"checkpoint.allow_changes": ["hooks.modules"]})
+    check_changes(identity._replace(config=allowed), SOURCE, Manifest(numbers, {}))
+
+
+def test_code_that_only_reports_may_change_also_where_an_earlier_version_stored_it(own_module):
+    own_module("class Held: pass\n")
+    identity, numbers = saved_by(
+        configured("cosine").with_keys({"validation.enable": True, "validation.dataset": "own_code:Held"})
+    )
+    assert numbers["own_source"] == {}
+    numbers["own_source"] = {"own_code": {"hash": "0", "text": "class Other: pass"}}
+    check_changes(identity, SOURCE, Manifest(numbers, {}))
+
+
+def test_a_schedule_that_ends_with_the_warm_up_is_not_continued_at_the_full_rate():
+    identity, numbers = saved_by(configured(steps=10))
+    with pytest.raises(UserError, match=r"ends at step 10, before its decay\. To stretch it: --lr_scheduler\.total_steps 100 "):
+        check_changes(identity._replace(config=configured(steps=100)), SOURCE, Manifest(numbers, {}))

@@ -209,7 +209,7 @@ def test_hooks_belong_to_the_code_of_a_run_and_metrics_only_to_its_provenance():
     config = with_own_code({"extra": ["tests.own.parts:mean_square"]}, ["tests.own.watching"])
     assert "tests.own.watching" in source_of_parts(config)
     assert "tests.own.parts" not in source_of_parts(config)
-    assert {"tests.own.parts", "tests.own.watching"} <= source_of_parts(config, metrics=True).keys()
+    assert {"tests.own.parts", "tests.own.watching"} <= source_of_parts(config, reports=True).keys()
     with pytest.raises(UserError, match=r"no code that a file names is run; .* --own tests.own.watching"):
         check_trust(config, Path("run"), [])
     check_trust(config, Path("run"), ["tests.own.watching"])

@@ -42,7 +42,7 @@ from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import data_rank
 from titanlite.registry.family import Family
-from titanlite.registry.own import source_of_parts
+from titanlite.registry.own import NAMING, source_of_parts, source_of_reports
 from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.transforms.parameters import is_adapter
 
@@ -299,11 +299,12 @@ def check_changes(run: RunIdentity, source: Path, found: Manifest) -> Schedule:
     for change in different:
         log.info("changed since the checkpoint, as allowed: %s", change)
     schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
-    if config.training.steps > schedule.total_steps and schedule.at(schedule.total_steps + 1) == 0.0:
+    undecayed = config.decay_steps > 0 and schedule.decay_start >= schedule.decay_end
+    if config.training.steps > schedule.total_steps and (undecayed or schedule.at(schedule.total_steps + 1) == 0.0):
+        ends = "before its decay" if undecayed else "with a learning rate of 0"
         raise UserError(
-            f"training.steps = {config.training.steps}: the schedule of {source} ends at step {schedule.total_steps}, with a "
-            f"learning rate of 0. To stretch it: --lr_scheduler.total_steps {config.training.steps} "
-            f"{_allow(config, ['lr_scheduler.total_steps'])}"
+            f"training.steps = {config.training.steps}: the schedule of {source} ends at step {schedule.total_steps}, {ends}. "
+            f"To stretch it: --lr_scheduler.total_steps {config.training.steps} {_allow(config, ['lr_scheduler.total_steps'])}"
         )
     return schedule
 
@@ -323,14 +324,23 @@ def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     planned = numbers["schedule"]["total_steps"]
     before["lr_scheduler.total_steps"] = planned
     now["lr_scheduler.total_steps"] = run.config.lr_scheduler.total_steps or planned
-    for key, value in now.items():
-        if key in before and before[key] != value and _ON_RESUME[key] != MAY_CHANGE:
-            yield Change(key, before[key], value)
+    keys = [key for key, value in now.items() if key in before and before[key] != value and _ON_RESUME[key] != MAY_CHANGE]
+    yield from (Change(key, before[key], now[key]) for key in keys)
     yield from _data_changes(numbers["data"], run.data.describe())
-    then = numbers["model_source"] | numbers.get("own_source", {})
-    yield from _source_changes(then, source_of(run.family.module) | source_of_parts(run.config))
+    then, here = _sources(run, numbers)
+    if NAMING.intersection(keys):  # other parts have other modules
+        then, here = ({name: source for name, source in each.items() if name in then and name in here} for each in (then, here))
+    yield from _source_changes(then, here)
     if (teacher := numbers.get("teacher", "")) != (given := digest_of_teacher(run.config)):
         yield Change(_TEACHER, teacher, given)
+
+
+def _sources(run: RunIdentity, numbers: dict[str, Any]) -> tuple[ModelSource, ModelSource]:
+    """The code with which steps are computed: of a checkpoint, and now."""
+    here = source_of(run.family.module) | source_of_parts(run.config)
+    stored, reporting = numbers["model_source"] | numbers.get("own_source", {}), source_of_reports(run.config)
+    # an earlier version stored code of validation too
+    return {name: source for name, source in stored.items() if name in here or name not in reporting}, here
 
 
 def _source_changes(before: ModelSource, now: ModelSource) -> Iterator[Change]:

@@ -16,6 +16,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from models.head import distilled
 from titanlite.config import bounds
+from titanlite.config.data import Validation
 from titanlite.config.read import SECTIONS, suggest
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, allowed, is_users
@@ -32,6 +33,9 @@ KEYS = {
 }
 
 
+NAMING = {*KEYS, "hooks.modules"}  # the keys that name parts
+
+
 def parts_of(config: Config) -> dict[str, str]:
     """{key: name} of the keys that name a part."""
     values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in KEYS}
@@ -42,21 +46,32 @@ def parts_of(config: Config) -> dict[str, str]:
     return {key: name for key, name in values.items() if is_part(name)} | hooks
 
 
+def without_reports(config: Config) -> Config:
+    """The configuration without validation and metrics of the user's own: they report, and change no step."""
+    metrics = config.metrics.model_copy(update={"extra": [], "extra_options": {}})
+    return config.model_copy(update={"metrics": metrics, "validation": Validation()})
+
+
 def is_part(name: str) -> bool:
     """Whether a name is that of a part, not a path or a dataset of the Hugging Face hub ("hub:...")."""
     return bounds.PART.fullmatch(name) is not None and not name.startswith("hub:")
 
 
-def source_of_parts(config: Config, metrics: bool = False) -> ModelSource:
+def source_of_parts(config: Config, reports: bool = False) -> ModelSource:
     """The source code of a run's parts: their modules and what these import, as for a model. Raises UserError.
 
-    metrics: include those of metrics.extra, which a resume may change.
+    reports: include those that `without_reports` removes, which a resume may change.
     """
-    extra = [("metrics.extra", name) for name in config.metrics.extra] if metrics else []
-    found: ModelSource = {}
-    for key, name in [*parts_of(config).items(), *extra]:
+    config, found = config if reports else without_reports(config), dict[str, dict[str, str]]()
+    for key, name in [*parts_of(config).items(), *(("metrics.extra", name) for name in config.metrics.extra)]:
         found |= source_of(_module(key, name))
     return found
+
+
+def source_of_reports(config: Config) -> ModelSource:
+    """The code of metrics and validation that training does not use too. Raises UserError."""
+    training = source_of_parts(config)
+    return {name: module for name, module in source_of_parts(config, reports=True).items() if name not in training}
 
 
 def check_trust(config: Config, source: Path, named: Collection[str]) -> None:

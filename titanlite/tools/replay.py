@@ -24,15 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
-from titanlite.checkpoint.manifest import Damaged
+from titanlite.checkpoint.manifest import Damaged, Manifest
 from titanlite.config.effects import Hardware
 from titanlite.config.operation import Checkpoint, Profiling
 from titanlite.config.read import read_config, stored_config
-from titanlite.config.schema import Config, Parallelism, Validation
+from titanlite.config.schema import Config, Parallelism
 from titanlite.data.batches import Batches, steps_of
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.timeline import Rollback, attempts_at, stored
-from titanlite.ground.errors import UserError
+from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_entries, read_reports, read_starts
 from titanlite.ground.untrusted import Unread
 from titanlite.launch import process
@@ -42,13 +42,13 @@ from titanlite.launch.process import of_first_rank
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import StepRecord
-from titanlite.loop.resume import Progress, RunIdentity, load_run, of_other_stages, restore
+from titanlite.loop.resume import Progress, RunIdentity, changes, load_run, of_other_stages, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
 from titanlite.registry.family import family_of, trusted, vocabulary_of
-from titanlite.registry.own import check_trust, source_of_parts
+from titanlite.registry.own import check_trust, source_of_parts, without_reports
 from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
 from titanlite.transforms.shards import local_part
@@ -106,7 +106,7 @@ def setting_of(run: Path, step: int, named: str = "", own: Collection[str] = ())
     numbers = saved_after(step, run / config.checkpoint.folder) or {"global_batch": config.training.global_batch_size}
     if "config" in numbers:
         config = stored_config(numbers["config"], run)
-    config = trusted(config, run, named)
+    config = without_reports(trusted(config, run, named))
     check_trust(config, run, own)
     batch = numbers["global_batch"] if numbers["global_batch"] > 0 else latest_start(run).get("global_batch")
     if batch is None:
@@ -133,7 +133,8 @@ def latest_start(run: Path) -> dict[str, Any]:
 def check_source(step: int, run: Path, numbers: dict[str, Any], now: ModelSource) -> None:
     """Raises UserError if the run did a step with other code. numbers: of `saved_after`; empty: the latest start counts."""
     found = numbers or latest_start(run)
-    before = (found.get("model_source") or {}) | found.get("own_source", {})
+    stored = (found.get("model_source") or {}) | found.get("own_source", {})
+    before = {name: source for name, source in stored.items() if name in now}  # earlier versions stored what only reports
     if before and changed_modules(before, now):
         remedy = "Restore that code: the repeated step would differ from that of the run"
         title = f"--step {step}: the code of the model has changed since the run did this step:"
@@ -152,7 +153,7 @@ def replay_config(config: Config, global_batch: int, ranks: int | None) -> Confi
     if global_batch % (parts := parts_of(degrees)):
         raise UserError(f"--ranks {ranks}: {parts} data-parallel ranks cannot share a global batch of {global_batch} equally")
     degrees["ep"] = parallelism.expert_parallel_degree
-    config = replaced(config, parallelism=parallelism, validation=Validation(), profiling=Profiling())
+    config = replaced(config, parallelism=parallelism, profiling=Profiling())
     return on_mesh(config, degrees, global_batch)
 
 
@@ -196,10 +197,10 @@ def replay(
     check_source(step, folder, later, source_of(family_of(config.model).module) | source_of_parts(config))
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
     timeline = progress.timeline.after(progress.step, route.rollbacks)
-    began = stored(later, "the next checkpoint").at(step)[0].began if later else 0
-    if began > timeline.at(step)[0].began:
-        changed = f"sources or weights changed after {began:,} samples, and the checkpoint there is gone or damaged"
-        raise UserError(f"--step {step}: {changed}; from an earlier one, other samples would be read")
+    here, there = (each.at(step)[0] for each in (timeline, stored(later, "the next checkpoint") if later else timeline))
+    if (here.global_batch, here.mixture, here.began) != (there.global_batch, there.mixture, there.began):
+        changed = f"sources, weights or the global batch changed after step {progress.step}, and the checkpoint there is gone"
+        raise UserError(f"--step {step}: {changed} or damaged; from an earlier one, other samples would be read")
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
         raise UserError(f"--step {step}: this run started after step {progress.step}, as a branch of {given}")
@@ -220,6 +221,16 @@ def replay(
     return Replayed(run.steps.read()[-1]._replace(first_sample=timeline.at(step)[1]), start, layers)
 
 
+def check_between(before: int, step: int, folder: Path, setting: RunIdentity, found: Manifest | None) -> None:
+    """Raises UserError where the steps after `before` were computed with another configuration than `step`: the run was resumed
+    between them, with changes since the checkpoint `found`; None: since its first start."""
+    resumed = [start["resumed_step"] for start in read_starts(folder) if before < start.get("resumed_step", 0) < step]
+    different = changes(setting, found.numbers) if found else setting.config.checkpoint.allow_changes
+    if resumed and (different := [str(change) for change in different]):
+        gone = f"the run was resumed after step {resumed[0]}, whose checkpoint is gone or damaged"
+        raise UserError(listed(f"--step {step}: {gone}; steps before may have had other values:", different))
+
+
 def begin_before(
     step: int, config: Config, folder: Path, route: Route, data: Data, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Run, Progress, Schedule]:
@@ -232,11 +243,13 @@ def begin_before(
         run = begin(config, mesh, device)  # a new one each time: a checkpoint that is deleted during a read leaves mixed state
         state = run.model, run.optimizer, run.loss_scale
         if number is None:  # a folder without checkpoints, with which `restore` starts a new run
+            check_between(0, step, folder, setting, None)
             return run, *restore(setting, *state, saves / "none")
         source = step_folder(saves, number)
         try:
-            tensors = run_tensors(*state)
-            return run, *load_run(source, load.verified(source), setting, tensors, of_other_stages(run.model, tensors))
+            tensors, found = run_tensors(*state), load.verified(source)
+            check_between(number, step, folder, setting, found)
+            return run, *load_run(source, found, setting, tensors, of_other_stages(run.model, tensors))
         except Damaged as error:
             log.warning("not used: %s", error)
         except Unread:
