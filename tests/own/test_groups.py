@@ -131,9 +131,11 @@ def test_a_stage_without_a_trained_block_and_muon_without_a_matrix_are_refused()
     assert fault.startswith('optimizer.name = "Muon": the model has no trained matrix')
 
 
-def test_muon_runs_without_adamw_if_all_other_parameters_are_frozen(group_of_one):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_muon_runs_without_adamw_if_all_other_parameters_are_frozen_and_skips_steps(group_of_one, dtype):
     groups = [{"pattern": "layers.*.w?.weight"}, {"pattern": "*", "frozen": True}]
-    config = configured(groups).with_keys({"optimizer.name": "Muon", "optimizer.implementation": "for-loop"})
+    keys = {"optimizer.name": "Muon", "optimizer.implementation": "for-loop", "training.dtype": dtype}
+    config = configured(groups).with_keys(keys)
     model = on_meta(FAMILY, config).to_empty(device="cpu")
     for p in model.parameters():
         torch.nn.init.normal_(p)
@@ -144,6 +146,13 @@ def test_muon_runs_without_adamw_if_all_other_parameters_are_frozen(group_of_one
     optimizer.step()
     changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
     assert changed == [p.requires_grad for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in optimizer.state:
+        p.grad.fill_(torch.nan)
+    assert optimizer.defaults["fused"], "update() sets what follows for such optimizers only"
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 def test_entries_are_read_from_a_file_and_from_the_command_line(tmp_path):

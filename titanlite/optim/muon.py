@@ -29,8 +29,8 @@ class Muon(torch.optim.Optimizer):
 
     groups: as of torch.optim, with pairs (name, parameter), the parameters matrices or stacks of experts. precision: of the
     orthogonalization, and of its communication. bfloat16 parameters are rounded as in `Bfloat16Adam`. Takes `found_inf` and
-    `grad_scale` if the optimizer of the rest does. compiler: as for `Bfloat16Adam`. All ranks of `group` construct it
-    together.
+    `grad_scale` if the optimizer of the rest does, or has nothing to update. compiler: as for `Bfloat16Adam`. All ranks of
+    `group` construct it together.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Muon(torch.optim.Optimizer):
         compiler: Compiler | None,
         group: dist.ProcessGroup | None = None,
     ):
-        super().__init__(groups, {"lr": cfg.lr, "fused": rest.defaults["fused"]})
+        self._with_rest = any(group["params"] for group in rest.param_groups)
+        super().__init__(groups, {"lr": cfg.lr, "fused": rest.defaults["fused"] or not self._with_rest})
         self._momentum, self._nesterov, self._ns_steps = cfg.momentum, cfg.nesterov, cfg.ns_steps
         self._precision = precision
         self._gather = rounding.elementwise(self._momentum_of, compiler)
@@ -58,9 +59,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
-        for name in ("found_inf", "grad_scale"):
-            setattr(self.rest, name, getattr(self, name, None))
-        self.rest.step()
+        if self._with_rest:
+            for name in ("found_inf", "grad_scale"):
+                setattr(self.rest, name, getattr(self, name, None))
+            self.rest.step()
         skip, scale = signals(self, self._parts[0].counts.device)
         parameters: list[Tensor] = []
         positions, used, keys, numbers = [], [], [], []
