@@ -16,6 +16,7 @@ from tests.waiting import until
 from titanlite.data.indexed import TokenFile
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.documents import stdlib_files
+from titanlite.ground.files import unfinished_path
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def _workers(started: Launch) -> list[int]:
 
 
 def _units(output: Path) -> list[Path]:
-    return [path for path in output.with_name(f"{output.name}.unfinished").glob("units/*") if path.suffix != ".tmp"]
+    return [path for path in unfinished_path(output).glob("units/*") if path.suffix != ".tmp"]
 
 
 # --------------------------------------------------------------------------------------------------------------- output
@@ -124,7 +125,7 @@ def test_a_killed_worker_ends_the_command_which_says_how_to_continue(text, tmp_p
 
 
 _INSTANTS = {
-    "1": lambda process, out: (out.with_name("out.unfinished") / "plan.json").exists(),  # it has no worker process
+    "1": lambda process, out: (unfinished_path(out) / "plan.json").exists(),  # it has no worker process
     "2": lambda process, out: _workers(process),
 }
 

@@ -148,6 +148,16 @@ def test_show_finds_every_step_of_a_run_in_its_last_checkpoint_and_refuses_other
     assert run(*later)
 
 
+def test_show_refuses_the_batch_of_other_ranks_where_a_run_has_no_checkpoints(capsys, run, tmp_path):
+    """Of the docs' own command: its --ranks is 1, and a run's config.toml has the batch of a rank."""
+    (tmp_path / "run").mkdir()
+    start = {"time": "2026-11-28T12:00:00", "command": ["titanlite"], "global_batch": 16}
+    (tmp_path / "run" / "provenance.json").write_text(json.dumps([start]))
+    words = ("show", "--step", "3", "--job.dump_folder", "run")
+    assert "--ranks: the run in run has a global batch of 16 sequences, and this" in refusal(capsys, run, *words)
+    assert run(*words, "--training.global_batch_size", "16")
+
+
 def test_show_continues_where_a_rollback_continued(run, changed, tmp_path):
     entry = {"kind": "rollback", "step": 7, "samples": [24, 28], "action": "rollback", "superseded": False}
     entry |= {"found_at": 7, "to_step": 6, "next_sample": 28}
@@ -156,6 +166,16 @@ def test_show_continues_where_a_rollback_continued(run, changed, tmp_path):
     before = run("show", "--step", "7", *options)
     (tmp_path / "run" / "incidents.jsonl").unlink()
     assert shown_samples(before) == shown_samples(run("show", "--step", "8", *options))
+
+
+def test_show_after_a_rollback_to_the_checkpoint_with_which_the_mixture_changed(config, run, changed, tmp_path):
+    shutil.rmtree(tmp_path / "run/checkpoint/step-00000006")
+    entry = {"kind": "rollback", "step": 5, "samples": [16, 20], "action": "rollback", "superseded": False}
+    entry |= {"found_at": 5, "to_step": 4, "next_sample": 20}
+    (tmp_path / "run/incidents.jsonl").write_text(json.dumps(entry) + "\n")
+    options, timeline = changed[6]
+    shown = shown_samples(run("show", "--step", "5", *options))
+    assert shown == read_samples(config, options, 5, timeline.rolled_back(4, 20))
 
 
 def test_stats_counts_what_a_run_whose_weights_changed_reads_of_each_source(run, changed):
@@ -195,3 +215,13 @@ def test_no_damaged_byte_passes_and_the_first_fault_of_each_file_is_listed(confi
             if name == "00000.bin":
                 assert "1 of 1 token files are damaged:" in found and "is damaged: block 0" in found
         (folder / name).write_bytes(sound)
+
+
+def test_options_of_data_that_an_option_replaces_have_no_effect(config, run):
+    """`check` says that they have none; the ranks once refused them."""
+    before = run("show", "--step", "2")
+    given = 'dataset = "tests.own.parts:Sums"\ndataset_options = { count = 5 }\n'
+    config.write_text(config.read_text().replace('dataset_path = "text"\n', given))
+    assert run("show", "--step", "2", "--training.dataset_path", "text") == before
+    keys = read_config(config, ["--training.dataset_path", "text"])
+    assert open_data(keys, vocabulary_of(keys.model)).sources[0].name == "text"

@@ -109,7 +109,7 @@ def test_documents_come_in_order_with_the_end_of_text_in_shards_filled_up_to_the
     assert [shard["documents"] for shard in manifest["shards"]] == [len(shard) for shard in expected]
     assert _documents(tmp_path / "out") == documents
     assert manifest["end_of_text"] == (tokenizer.end_of_text if end else None)
-    assert not (tmp_path / "out.unfinished").exists()
+    assert not (tmp_path / ".out.unfinished").exists()
 
 
 def test_files_do_not_depend_on_workers_or_units(tmp_path, tokenizer, monkeypatch):
@@ -273,10 +273,19 @@ def test_an_output_that_exists_is_refused_and_not_touched(tmp_path, tokenizer):
     assert sorted(found.name for found in tmp_path.rglob("*")) == ["a.jsonl", "out"]
 
 
+@pytest.mark.parametrize("pattern", ["", "/**"])
+def test_an_output_inside_of_the_input_folder_is_no_input(tmp_path, tokenizer, pattern):
+    """The command's own plan.json and record.json were new inputs at its end, and for every command that continued it."""
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data/a.jsonl", _TEXTS)
+    found = _prepare(f"{tmp_path}/data{pattern}", tmp_path / "data/tokens", tokenizer)
+    assert found["documents"] == len(_TEXTS)
+
+
 def test_two_commands_at_once_are_refused(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", _TEXTS)
-    (tmp_path / "out.unfinished").mkdir()
-    with open(tmp_path / "out.unfinished" / "lock", "w") as lock:
+    (tmp_path / ".out.unfinished").mkdir()
+    with open(tmp_path / ".out.unfinished" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another command is running"):
             _prepare(path, tmp_path / "out", tokenizer)

@@ -89,7 +89,7 @@ def test_a_missing_file_of_a_pair_is_an_error(tmp_path, assets, suffix):
 
 
 def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_path):
-    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / ".out.unfinished").mkdir()
     with pytest.raises(UserError, match="run the same `titanlite tokenize`"):
         find(str(tmp_path / "out"), _KEY)
 
@@ -140,7 +140,7 @@ def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path
     with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
         broken.setattr(prepare, "write_shards", fail)
         _open(path, assets)
-    assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ".unfinished"}
+    assert {entry.suffix for entry in cache_folder().glob("*tokens-*")} == {".lock", ".unfinished"}
     assert _documents(_open(path, assets)) == _expected(loaded)
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.config.effects import Hardware
 from titanlite.config.schema import Config, Training
 from titanlite.data import timeline
 from titanlite.data.order import MIXTURE, interleave, permute, sample_at
@@ -198,6 +199,7 @@ def open_data(config: Config, vocabulary: int, section: str = "training") -> Dat
 
     Raises UserError that names the file and the reason where data or tokenizer cannot be used.
     """
+    config = config.settled(Hardware())  # a key without effect may be in a file, and must have none here
     assets, key = config.model.hf_assets_path, key_of(config, section)
     loaded = open_tokenizer(assets, config.training.add_bos)
     sources = [

@@ -19,6 +19,7 @@ from titanlite.data.prepare.manifest import MANIFEST, read_manifest
 from titanlite.data.samples import Row, Rows, rows_of
 from titanlite.data.tokenizer import LoadedTokenizer, digest, load_tokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError
+from titanlite.ground.files import unfinished_path
 from titanlite.ground.untrusted import open_file
 from titanlite.registry.own import is_part
 
@@ -135,7 +136,7 @@ def find(path: str, key: str) -> list[Path] | None:
     if base.is_dir() and any(base.glob("*.idx")):
         # a .bin whose .idx is missing is an error later, not left out here
         return sorted({file.with_suffix("") for suffix in ("bin", "idx") for file in base.glob(f"*.{suffix}")})
-    if (base / "plan.json").is_file() or (not base.exists() and base.with_name(f"{base.name}.unfinished").is_dir()):
+    if (base / "plan.json").is_file() or (not base.exists() and unfinished_path(base).is_dir()):
         raise UserError(f'{key} = "{path}": not finished: run the same `titanlite tokenize` command again, it continues')
     list_inputs([path], f"{key} =")
     return None

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
+from titanlite.config.effects import Hardware
 from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, open_data
@@ -29,7 +30,7 @@ from titanlite.data.sources import TokenSource, open_tokenizer, sections_of
 from titanlite.data.timeline import Timeline, stored
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.ground.errors import UserError, listed
-from titanlite.ground.run_files import INCIDENTS, read_entries
+from titanlite.ground.run_files import INCIDENTS, read_entries, read_starts
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
@@ -53,7 +54,7 @@ def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     """The options of a command, its checked configuration, and the degrees of its mesh."""
     options, path, config = read_command(parser, words)
     check(config, path, options.ranks, elsewhere=not torch.cuda.is_available())
-    return options, config, resolve_degrees(config.parallelism, options.ranks)
+    return options, config.settled(Hardware()), resolve_degrees(config.parallelism, options.ranks)
 
 
 def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
@@ -61,9 +62,14 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
 
     Raises UserError where the run did the step with another batch or mixture.
     """
-    saves = Path(config.job.dump_folder) / config.checkpoint.folder
+    folder = Path(config.job.dump_folder)
+    saves = folder / config.checkpoint.folder
     steps = list_steps(saves) if config.checkpoint.enable else []
     if not steps:
+        batches = [start["global_batch"] for start in read_starts(folder) if start.get("global_batch")]
+        if batches and batches[-1] != size:
+            text = f"has a global batch of {batches[-1]} sequences, and this configuration one of {size}"
+            raise UserError(f"--ranks: the run in {folder} {text}; set --ranks to the run's, or name another job.dump_folder")
         return data.timeline(size)
     number = next((each for each in steps if each >= step), steps[-1])
     source = step_folder(saves, number)
@@ -71,14 +77,14 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
     manifest.check_run(source, found)
     timeline = stored(found.numbers, str(source))
     if number < step:
-        entries = read_entries(Path(config.job.dump_folder) / INCIDENTS)
-        timeline = timeline.after(number, divergence.rollbacks(entries)).resumed(number, size, data.mixture)
+        entries = read_entries(folder / INCIDENTS)
+        timeline = timeline.resumed(number, size, data.mixture).after(number, divergence.rollbacks(entries))
     segment, _ = timeline.at(step)
     if (segment.global_batch, segment.mixture) != (size, data.mixture):
         names = {each["fingerprint"]: each["name"] for each in (*data.describe()["sources"], *found.numbers["data"]["sources"])}
         total = sum(share for _, share in segment.mixture)
         then = ", ".join(f"{names.get(name, name[:12])} {share / total:.2%}" for name, share in segment.mixture)
-        what = f"the run in {config.job.dump_folder} did this step with other sources, weights or training.global_batch_size"
+        what = f"the run in {folder} did this step with other sources, weights, --ranks or training.global_batch_size"
         raise UserError(f"step {step}: {what}, as {source} says: {segment.global_batch} sequences of {then}; set these")
     return timeline
 

@@ -27,7 +27,7 @@ from titanlite.data.tokenizer import (
     read_tokenizer,
     tokenizer_digest,
 )
-from titanlite.ground.files import cache_folder, publish, sync_contents, writing
+from titanlite.ground.files import cache_folder, publish, sync_contents, unfinished_path, writing
 from titanlite.ground.untrusted import MIB, read_text
 from titanlite.launch.layout import cores
 
@@ -57,7 +57,7 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
                 chat=template, key=f"{key} =",
             )  # fmt: skip
         except BadDocument:  # the corrected text will have another cache key
-            shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"), ignore_errors=True)
+            shutil.rmtree(unfinished_path(folder), ignore_errors=True)
             raise
 
     folder = cache_folder() / f"tokens-{name}"

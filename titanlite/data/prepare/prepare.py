@@ -1,6 +1,6 @@
 """From text to token files, with any number of worker processes; a killed command continues from its finished units.
 
-While it runs, everything is in OUTPUT.unfinished:
+While it runs, everything is in .OUTPUT.unfinished, which no input folder shows, as no hidden file:
 
     plan.json           the options, and the inputs with their sizes and times; a command continues only its own plan
     units/00000/        the tokens of a unit of work and its record.json; the folder appears by one rename, when it is complete
@@ -32,7 +32,7 @@ from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, phase
-from titanlite.ground.files import publish, replace_file, sync, sync_contents
+from titanlite.ground.files import publish, replace_file, sync, sync_contents, unfinished_path
 from titanlite.ground.untrusted import MIB, Absent, FileSchema, read_json
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def prepare(
     """
     assert on_error in ("fail", "skip")
     output = Path(os.path.abspath(output))
-    work = output.with_name(f"{output.name}.unfinished")
+    work = unfinished_path(output)
     _refuse_existing(output)
     listed = list_inputs(inputs, key, log.warning)
     plan = {  # everything that determines the token files; a command that continues may change --on-error
