@@ -108,3 +108,12 @@ def test_the_start_says_that_a_cpu_has_no_instructions_for_the_precision(monkeyp
     assert [bool(emulated(dtype)) for dtype in ("float32", "bfloat16", "float16")] == [False, not fast, not fast]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert emulated("bfloat16") == ""
+
+
+def test_the_local_ranks_are_all_ranks_unless_more_are_given(monkeypatch):
+    words = ["check", f"{FOLDER}/llama_debug.toml", "--parallelism.tensor_parallel_degree", "2", "--local-ranks", "2"]
+    monkeypatch.setattr("sys.argv", words)
+    tool.main()
+    monkeypatch.setattr("sys.argv", [*words, "--ranks", "1"])
+    with pytest.raises(UserError, match="--local-ranks 2: more than --ranks 1"):
+        tool.main()

@@ -10,7 +10,8 @@ from titanlite.config.effects import effective_when
 from titanlite.config.read import KEYS, read_config, toml_value
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.loop import checks
+from titanlite.loop import checks, resume
+from titanlite.optim import build as optimizers
 from titanlite.tools import verify
 from titanlite.tools.replay import check_setting, replay_config
 
@@ -88,6 +89,18 @@ def test_verify_takes_it_too_and_refuses_what_the_user_gave_in_vain(tmp_path, mo
         assert not [idle for idle in config.idle(verify.Hardware()) if idle.refused], key
     with pytest.raises(UserError, match=r"checkpoint\.interval"):
         verify._parse(["run.toml", "--checkpoint.enable", "false", "--checkpoint.interval", "5"])
+
+
+SKIPPED = {"training.dtype": '"bfloat16"', "optimizer.implementation": '"for-loop"', "training.on_nonfinite": '"skip"'}
+
+
+@pytest.mark.parametrize("keys", [{"checkpoint.enable": "true", "training.on_nonfinite": '"rollback"'}, SKIPPED])
+def test_what_a_run_accepts_verify_accepts_in_float32_and_without_checkpoints(tmp_path, monkeypatch, keys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(toml(keys))
+    _, _, config = verify._parse(["run.toml", "--mesh", "1", "--mesh", "dp_shard=2"])
+    for of_a_run in (read_config("run.toml", []), config):
+        assert [*resume.faults(of_a_run), *optimizers.faults(of_a_run)] == []
 
 
 def test_verify_leaves_out_float8_which_float32_excludes():

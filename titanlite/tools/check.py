@@ -1,7 +1,8 @@
 """titanlite check CONFIG.toml [--ranks N] [--local-ranks N] [--section.key value ...]
 
 Prints every fault that can be found without training; with job.print_config also the resolved TOML. On a machine without a GPU,
-it checks a configuration for GPUs, and lists what only GPUs can verify. With --local-ranks it checks a run on this machine.
+it checks a configuration for GPUs, and lists what only GPUs can verify. With --local-ranks it checks a run on this machine,
+which has all ranks if --ranks is not given.
 """
 
 import sys
@@ -11,7 +12,7 @@ from titanlite.config import effects
 from titanlite.config.effects import Hardware
 from titanlite.config.read import Faults, to_toml
 from titanlite.config.schema import Config
-from titanlite.ground.errors import listed
+from titanlite.ground.errors import UserError, listed
 from titanlite.tools.options import WholeNumber, config_parser, read_command
 
 
@@ -19,12 +20,16 @@ def main() -> None:
     """Exit code 0 for a valid configuration, 2 for one with faults."""
     parser = config_parser("check", __doc__)
     parser.add_argument("--local-ranks", type=WholeNumber(1, 1024))
+    parser.set_defaults(ranks=None)
     options, path, config = read_command(parser)
+    ranks = options.ranks or options.local_ranks or 1
+    if options.local_ranks and options.local_ranks > ranks:
+        raise UserError(f"--local-ranks {options.local_ranks}: more than --ranks {ranks}, those of all machines")
     import torch  # imported late: a fault in the file needs no torch
 
-    if notes := check_here(config, path, options.ranks, options.local_ranks):
+    if notes := check_here(config, path, ranks, options.local_ranks):
         print(listed(f"{path}: no faults; this machine has no GPU, so on GPUs this is not verified:", notes), file=sys.stderr)
-    if note := effects.note(config.idle(Hardware(torch.cuda.is_available(), options.ranks))):
+    if note := effects.note(config.idle(Hardware(torch.cuda.is_available(), ranks))):
         print(f"{path}: {note}", file=sys.stderr)
     from titanlite.loop.summary import built_in
     from titanlite.registry.family import family_of

@@ -171,7 +171,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     float32 = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float32")
     config = replaced(
         config,
-        training={"steps": known.steps, **float32},  # so that rounding is the only difference between meshes
+        training={"steps": known.steps, "on_nonfinite": "stop", **float32},  # so that rounding is the only difference
         lr_scheduler={"total_steps": config.schedule_steps},  # the schedule of the full run
         # These keys apply to one precision.
         optimizer={"rounding": Optimizer().rounding},
