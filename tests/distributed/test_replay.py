@@ -1,10 +1,13 @@
 """Replayed steps: bit for bit on the same mesh, within rounding on one process, and by the right route after rollbacks."""
 
+import contextlib
+import json
 import logging
 import math
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -16,11 +19,23 @@ from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned,
 from tests.distributed.test_resume import stored
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.whole import Stored
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
 from titanlite.ground.run_files import INCIDENTS, read_entries
 from titanlite.hf.export import Exported
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools.open_model import open_model
-from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
+from titanlite.tools.replay import (
+    Replayed,
+    check_between,
+    describe,
+    furthest,
+    layer_of,
+    replay,
+    replay_config,
+    route_to,
+    setting_of,
+)
 
 HERE = "tests.distributed.test_replay"
 MODEL = "tests.tiny_poison"
@@ -164,6 +179,25 @@ def test_a_step_is_replayed_with_its_own_rate_and_not_that_of_a_later_start(pool
         shutil.rmtree(tmp_path / f"checkpoint/step-{number:08d}")
         with pytest.raises(WorkerFailure, match=r"--step 9: the run was resumed after step 8, .*:\n.*optimizer.lr"):
             replays(pools, {}, tmp_path, {}, 9)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "before", "step", "refused"),
+    [
+        ([0, 8], 5, 9, True),
+        ([0, 8], 0, 9, True),
+        ([0, 5, 8], 5, 9, True),
+        ([0, 8], 8, 9, False),
+        ([100], 100, 120, False),  # a branch of another run
+        ([0, 1234, 1000], 1000, 1300, False),  # load_step went back behind a start that was abandoned
+    ],
+)
+def test_only_a_resume_behind_what_a_replay_begins_with_counts(tmp_path, resumed, before, step, refused):
+    starts = [{"time": "", "command": [], "resumed_step": each} for each in resumed]
+    (tmp_path / "provenance.json").write_text(json.dumps(starts))
+    setting = SimpleNamespace(config=Config.model_validate({"checkpoint": {"allow_changes": ["optimizer.lr"]}}))
+    with pytest.raises(UserError, match=r"optimizer\.lr") if refused else contextlib.nullcontext():
+        check_between(before, step, tmp_path, setting, None)
 
 
 def test_after_load_step_the_steps_since_then_are_replayed(pools, finished, tmp_path):

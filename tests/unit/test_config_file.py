@@ -138,11 +138,14 @@ def test_removed_keys_and_options_of_other_commands_are_refused_with_the_replace
         assert f'  {key} = "9" (option): not a key of titanlite: {instead}' in refusal(write(tmp_path, ""), f"--{key}", "9")
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_without_removed_keys():
+def test_a_checkpoint_of_an_earlier_version_is_read_without_removed_keys_and_values():
     stored = Config().model_dump()
     assert "unit" not in stored["compile"] and "compile.unit" in INSTEAD
     stored["compile"] |= {"unit": "block", "enable": True}
-    assert stored_config(stored, Path("step-00000010")) == Config.model_validate({"compile": {"enable": True}})
+    stored["model"]["attention"] = "flash3"
+    stored["parallelism"] |= {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
+    kept = {"compile": {"enable": True}, "parallelism": {"pipeline_parallel_degree": 2}}
+    assert stored_config(stored, Path("step-00000010")) == Config.model_validate(kept)
     with pytest.raises(UserError, match=r"compile\.never_a_key"):
         stored_config({"compile": {"never_a_key": 1}}, Path("step-00000010"))
 

@@ -12,6 +12,7 @@ import torch
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.read import read_config
+from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import open_data
 from titanlite.data.prepare.cache import train_tokenizer
@@ -22,6 +23,7 @@ from titanlite.loop.resume import Progress, RunIdentity, numbers_of
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.tools import data as tool
+from titanlite.tools.options import config_parser
 
 TEXTS = {f"doc{number}.txt": f"document {number}: " + f"word{number} " * (5 + 7 * number) for number in range(8)}
 
@@ -225,3 +227,16 @@ def test_options_of_data_that_an_option_replaces_have_no_effect(config, run):
     assert run("show", "--step", "2", "--training.dataset_path", "text") == before
     keys = read_config(config, ["--training.dataset_path", "text"])
     assert open_data(keys, vocabulary_of(keys.model)).sources[0].name == "text"
+
+
+def test_the_folder_of_a_runs_own_configuration_is_that_of_the_run_from_any_folder(config, monkeypatch):
+    folder = config.parent / "moved"
+    folder.mkdir()
+    (folder / "config.toml").write_text(config.read_text())
+    monkeypatch.setattr(tool, "check", lambda *_, **__: None)
+    parser = config_parser("data show", None)
+    for names, expected in (([], Config().job.dump_folder), (["provenance.json"], str(folder))):
+        for name in names:
+            (folder / name).write_text("[]")
+        assert tool._open(parser, [str(folder / "config.toml")])[1].job.dump_folder == expected
+    assert tool._open(parser, [str(folder / "config.toml"), "--job.dump_folder", "x"])[1].job.dump_folder == "x"

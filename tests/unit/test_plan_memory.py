@@ -20,6 +20,7 @@ from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
 
 GIB = 2**30
+AVERAGED = {"optimizer": {"ema_decay": 0.9}, "checkpoint": {"enable": True}}
 NARROW = {"dtype": "bfloat16", **HALF}
 CASES = {
     "one process": Case({}),
@@ -28,7 +29,7 @@ CASES = {
     "bfloat16": Case(BOTH, training=NARROW),
     "bfloat16 with remainders": Case(SHARD, training=NARROW, others={"optimizer": {"rounding": "compensated"}}),
     "whole gradients": Case(BOTH, accumulation=2, parallelism=LATE),
-    "an EMA, one microbatch, reduced at once": Case(BOTH, parallelism=LATE, others={"optimizer": {"ema_decay": 0.9}}),
+    "an EMA, one microbatch, reduced at once": Case(BOTH, parallelism=LATE, others=AVERAGED),
     "tp 2, whole experts and gradients": experts({"dp_shard": 2, "tp": 2}, reduce_every_microbatch=False),
 }
 
@@ -84,3 +85,10 @@ def test_memory_is_not_measured_on_a_mesh_that_does_not_fit_the_ranks(gpus, tmp_
     with pytest.raises(UserError, match="does not divide the number of") as caught:
         check(llama_8b(parallelism={"tensor_parallel_degree": 3}), "run.toml", 8, more=[memory.check_of(8)])
     assert "memory:" not in str(caught.value)
+
+
+def test_a_key_without_effect_has_none_on_a_prediction():
+    """A run sets it to its default; the prediction split the feed-forward layers of blocks that recompute nothing."""
+    plain = Case(SHARD).config()
+    idle = plain.with_keys({"activation_checkpoint.sequence_chunks": 4, "optimizer.ema_decay": 0.9})
+    assert predict(idle, 2, "cpu").moments == predict(plain, 2, "cpu").moments

@@ -163,6 +163,15 @@ def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, ca
     assert read_config("best.toml", []).model.flavor == "debug", "what the options say is a part of it"
 
 
+def test_the_base_of_an_output_is_found_through_links(tmp_path):
+    (tmp_path / "far/away").mkdir(parents=True)
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 7\n")
+    (tmp_path / "outputs").symlink_to(tmp_path / "far/away")
+    tool.write(tmp_path / "outputs/best.toml", str(tmp_path / "base.toml"), {"training.seq_len": 64})
+    found = read_config(tmp_path / "outputs/best.toml", []).training
+    assert (found.steps, found.seq_len) == (7, 64)
+
+
 def test_none_which_no_file_with_a_base_can_say_is_not_left_out_of_the_output(tmp_path, monkeypatch):
     words = f"--gpus 8 --output {tmp_path}/best.toml --lr_scheduler.decay_ratio none"
     monkeypatch.setattr(sys, "argv", ["plan", "train_configs/llama_3b.toml", *words.split()])

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.keys import FIELDS, OTHERS, other, setting, toml
-from titanlite.config.effects import effective_when
+from titanlite.config.effects import Hardware, effective_when
 from titanlite.config.read import KEYS, read_config, toml_value
 from titanlite.config.schema import Config
+from titanlite.config.tables import MAY_CHANGE
 from titanlite.ground.errors import UserError
 from titanlite.loop import checks, resume
 from titanlite.optim import build as optimizers
@@ -79,6 +80,9 @@ def test_a_replay_takes_the_runs_own_configuration(tmp_path, monkeypatch, ranks)
             assert ranks and "the number of processes" in str(error)  # invalid on this mesh
         else:
             check_setting(replayed, Path(), ranks or 1)
+            own, others = (resume._flat(each.model_dump()) for each in (config.settled(Hardware()), replayed))
+            changed = {name for name, rule in resume._ON_RESUME.items() if rule != MAY_CHANGE and own[name] != others[name]}
+            assert changed <= {"training.global_batch_size"}, "a resume would be refused"
 
 
 def test_verify_takes_it_too_and_refuses_what_the_user_gave_in_vain(tmp_path, monkeypatch):

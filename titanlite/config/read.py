@@ -95,14 +95,22 @@ def _if_of_torchtitan(path: str | Path | None, error: ValidationError, origins: 
     return f"if this is a file of torchtitan: titanlite convert-config {path} --output NEW.toml" if several else ""
 
 
+# Values that titanlite had once. None concerned the weights.
+_GONE = {"model.attention": "flash3", "parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble"}
+
+
 def stored_config(sections: dict[str, dict[str, Any]], source: Path) -> Config:
-    """The configuration that a checkpoint holds, without keys that titanlite had when it was saved and has no more, and with
-    keys that had no effect at their defaults.
+    """The configuration that a checkpoint holds, without keys and values that titanlite had when it was saved and has no more,
+    and with keys that had no effect at their defaults.
 
     Raises UserError that names the checkpoint and the key. `registry.trusted` says whether its model may be imported.
     """
     known = {
-        section: {name: value for name, value in table.items() if f"{section}.{name}" not in INSTEAD}
+        section: {
+            name: value
+            for name, value in table.items()
+            if (key := f"{section}.{name}") not in INSTEAD and _GONE.get(key, ...) != value
+        }
         for section, table in sections.items()
     }
     return validated(Config, known, f"{source}: config").settled(Hardware())

@@ -16,10 +16,10 @@ from pathlib import Path
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.storage import read_metadata, tensor_entries
-from titanlite.config.read import read_config
+from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
 from titanlite.ground.run_files import CONFIG
-from titanlite.ground.untrusted import Unread
+from titanlite.ground.untrusted import Unread, read_toml, validated
 from titanlite.launch.agreement import leaves
 from titanlite.tools.options import command_parser, existing_folder
 
@@ -41,12 +41,18 @@ def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints that a folder is or holds, oldest first. Raises UserError where there is none."""
     if (folder / manifest.FILE).is_file() or folder.name in (step_folder(folder, s).name for s in list_steps(folder.parent)):
         return [folder]
-    run = folder / CONFIG
-    of_run = [folder / read_config(run, []).checkpoint.folder] if run.is_file() else []
-    for inside in [folder, *of_run]:
+    for inside in [folder, *_folder_of_run(folder / CONFIG)]:
         if steps := list_steps(inside):
             return [step_folder(inside, step) for step in steps]
     raise UserError(f"{folder}: no checkpoint there, such as step-00000100" if folder.is_dir() else f"{folder}: no such folder")
+
+
+def _folder_of_run(config: Path) -> list[Path]:
+    """The folder of checkpoints that the configuration of a run names; all else in it may be of an earlier version."""
+    if not config.is_file():
+        return []
+    named = read_toml(config).get("checkpoint", {})
+    return [config.parent / validated(Checkpoint, {"folder": named.get("folder", Checkpoint().folder)}, str(config)).folder]
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

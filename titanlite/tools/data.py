@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
-from titanlite.config.effects import Hardware
+from titanlite.config.effects import OPTION, Hardware
 from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, open_data
@@ -30,7 +30,7 @@ from titanlite.data.sources import TokenSource, open_tokenizer, sections_of
 from titanlite.data.timeline import Timeline, stored
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.ground.errors import UserError, listed
-from titanlite.ground.run_files import INCIDENTS, read_entries, read_starts
+from titanlite.ground.run_files import CONFIG, INCIDENTS, PROVENANCE, read_entries, read_starts
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
@@ -53,8 +53,16 @@ def main() -> None:
 def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Config, dict[str, int]]:
     """The options of a command, its checked configuration, and the degrees of its mesh."""
     options, path, config = read_command(parser, words)
+    of_a_run = Path(path).name == CONFIG and (Path(path).parent / PROVENANCE).is_file()
+    if of_a_run and config.layers.get("job.dump_folder") != OPTION:  # the run's folder, wherever this command is started
+        config = config.with_keys({"job.dump_folder": str(Path(path).parent)})
     check(config, path, options.ranks, elsewhere=not torch.cuda.is_available())
     return options, config.settled(Hardware()), resolve_degrees(config.parallelism, options.ranks)
+
+
+def _saved(config: Config) -> list[int]:
+    """The steps of the checkpoints in job.dump_folder."""
+    return list_steps(Path(config.job.dump_folder) / config.checkpoint.folder) if config.checkpoint.enable else []
 
 
 def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
@@ -64,12 +72,7 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
     """
     folder = Path(config.job.dump_folder)
     saves = folder / config.checkpoint.folder
-    steps = list_steps(saves) if config.checkpoint.enable else []
-    if not steps:
-        batches = [start["global_batch"] for start in read_starts(folder) if start.get("global_batch")]
-        if batches and batches[-1] != size:
-            text = f"has a global batch of {batches[-1]} sequences, and this configuration one of {size}"
-            raise UserError(f"--ranks: the run in {folder} {text}; set --ranks to the run's, or name another job.dump_folder")
+    if not (steps := _saved(config)):
         return data.timeline(size)
     number = next((each for each in steps if each >= step), steps[-1])
     source = step_folder(saves, number)
@@ -104,6 +107,12 @@ def _show(words: list[str]) -> Iterator[str]:
         raise UserError(f"--rank {options.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
     data, tokenizer = open_data(config, vocabulary_of(config.model)), open_tokenizer(config.model.hf_assets_path)
     size = config.global_batch(data_ranks)
+    batches = [start["global_batch"] for start in read_starts(Path(config.job.dump_folder)) if start.get("global_batch")]
+    if batches and batches[-1] != size and not _saved(config):
+        text = f"has a global batch of {batches[-1]} sequences, and this configuration one of {size}"
+        raise UserError(
+            f"--ranks: the run in {config.job.dump_folder} {text}; set --ranks to the run's, or name another folder"
+        )
     timeline = _timeline(config, data, options.step, size)
     parts = range(data_ranks) if options.rank is None else [part_of_rank(degrees, options.rank)]
     for part in parts:

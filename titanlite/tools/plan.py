@@ -197,7 +197,9 @@ def given_values(config: Config, base: str) -> dict[str, Any]:
 
 def write(output: Path, base: str, keys: dict[str, Any]) -> None:
     """A configuration that differs from `base` in these keys."""
-    text = [f"base = {toml_value(os.path.relpath(base, output.absolute().parent))}"]
+    # the file is opened from where it really is; base itself may be a link, beside which its own base is
+    real = os.path.join(os.path.realpath(os.path.dirname(base)), os.path.basename(base))
+    text = [f"base = {toml_value(os.path.relpath(real, os.path.realpath(output.absolute().parent)))}"]
     for section in dict.fromkeys(key.partition(".")[0] for key in keys):
         text += ["", f"[{section}]"]
         for key, value in keys.items():

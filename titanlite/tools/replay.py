@@ -154,7 +154,9 @@ def replay_config(config: Config, global_batch: int, ranks: int | None) -> Confi
         raise UserError(f"--ranks {ranks}: {parts} data-parallel ranks cannot share a global batch of {global_batch} equally")
     degrees["ep"] = parallelism.expert_parallel_degree
     config = replaced(config, parallelism=parallelism, profiling=Profiling())
-    return on_mesh(config, degrees, global_batch)
+    # which has no effect on one process, and which checkpoints compare
+    reduce = {"training.mixed_precision_reduce": config.training.mixed_precision_reduce}
+    return on_mesh(config, degrees, global_batch).with_keys(reduce)
 
 
 def check_setting(config: Config, run: Path, ranks: int) -> None:
@@ -223,8 +225,10 @@ def replay(
 
 def check_between(before: int, step: int, folder: Path, setting: RunIdentity, found: Manifest | None) -> None:
     """Raises UserError where the steps after `before` were computed with another configuration than `step`: the run was resumed
-    between them, with changes since the checkpoint `found`; None: since its first start."""
-    resumed = [start["resumed_step"] for start in read_starts(folder) if before < start.get("resumed_step", 0) < step]
+    between them, with changes since the checkpoint `found`; None: since what it started with."""
+    starts = [start.get("resumed_step", 0) for start in read_starts(folder)]
+    went_on = max((number for number, start in enumerate(starts) if start <= before), default=-1)  # the last that did so there
+    resumed = [start for start in starts[went_on + 1 :] if start < step]
     different = changes(setting, found.numbers) if found else setting.config.checkpoint.allow_changes
     if resumed and (different := [str(change) for change in different]):
         gone = f"the run was resumed after step {resumed[0]}, whose checkpoint is gone or damaged"
@@ -243,8 +247,9 @@ def begin_before(
         run = begin(config, mesh, device)  # a new one each time: a checkpoint that is deleted during a read leaves mixed state
         state = run.model, run.optimizer, run.loss_scale
         if number is None:  # a folder without checkpoints, with which `restore` starts a new run
-            check_between(0, step, folder, setting, None)
-            return run, *restore(setting, *state, saves / "none")
+            progress, schedule = restore(setting, *state, saves / "none")
+            check_between(progress.step, step, folder, setting, None)
+            return run, progress, schedule
         source = step_folder(saves, number)
         try:
             tensors, found = run_tensors(*state), load.verified(source)
