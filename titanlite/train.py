@@ -43,7 +43,7 @@ from titanlite.loop.divergence import Incidents, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, speed
 from titanlite.loop.own_code import OwnCode
-from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore, stream_at
+from titanlite.loop.resume import Progress, RunIdentity, compared, numbers_of, restore, stream_at
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
@@ -121,7 +121,7 @@ def train(
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
         record |= {"own_source": source_of_parts(config), "report_source": source_of_reports(config)}
-        record["teacher"] = digest_of_teacher(config)
+        record |= {"compared": compared(config, global_batch, schedule.total_steps), "teacher": digest_of_teacher(config)}
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:

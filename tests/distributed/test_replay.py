@@ -1,13 +1,11 @@
 """Replayed steps: bit for bit on the same mesh, within rounding on one process, and by the right route after rollbacks."""
 
 import contextlib
-import json
 import logging
 import math
 import shutil
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +17,6 @@ from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned,
 from tests.distributed.test_resume import stored
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.whole import Stored
-from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.ground.run_files import INCIDENTS, read_entries
 from titanlite.hf.export import Exported
@@ -177,27 +174,38 @@ def test_a_step_is_replayed_with_its_own_rate_and_not_that_of_a_later_start(pool
         assert numbers(found) == expected[found.step.number]
     for number in (8, 5):  # as retention does; from an earlier checkpoint, or the start, steps up to 8 would get the later rate
         shutil.rmtree(tmp_path / f"checkpoint/step-{number:08d}")
-        with pytest.raises(WorkerFailure, match=r"--step 9: the run was resumed after step 8, .*:\n.*optimizer.lr"):
-            replays(pools, {}, tmp_path, {}, 9)
+        for step in (7, 9):
+            with pytest.raises(WorkerFailure, match=rf"--step {step}: the steps up to . were .*\n.*optimizer.lr"):
+                replays(pools, {}, tmp_path, {}, step)
 
 
 @pytest.mark.parametrize(
-    ("resumed", "before", "step", "refused"),
+    (
+        "starts",
+        "before",
+        "step",
+        "refused",
+    ),  # starts: the step from which each went on, and its rate
     [
-        ([0, 8], 5, 9, True),
-        ([0, 8], 0, 9, True),
-        ([0, 5, 8], 5, 9, True),
-        ([0, 8], 8, 9, False),
-        ([100], 100, 120, False),  # a branch of another run
-        ([0, 1234, 1000], 1000, 1300, False),  # load_step went back behind a start that was abandoned
+        ([(0, 1), (8, 2)], 5, 9, True),
+        ([(0, 1), (8, 2)], 5, 7, True),  # a step before the resume, of which the next checkpoint is behind it
+        ([(0, 1), (8, 2), (12, 2)], 0, 14, True),
+        ([(0, 1), (8, 2)], 8, 9, False),
+        ([(0, 1), (5, 2), (8, 2)], 5, 9, False),
+        ([(100, 2)], 100, 120, False),  # a branch of another run
+        ([(0, 2), (1234, 1), (1000, 2)], 1000, 1300, False),  # load_step went back behind a start that was abandoned
     ],
 )
-def test_only_a_resume_behind_what_a_replay_begins_with_counts(tmp_path, resumed, before, step, refused):
-    starts = [{"time": "", "command": [], "resumed_step": each} for each in resumed]
-    (tmp_path / "provenance.json").write_text(json.dumps(starts))
-    setting = SimpleNamespace(config=Config.model_validate({"checkpoint": {"allow_changes": ["optimizer.lr"]}}))
-    with pytest.raises(UserError, match=r"optimizer\.lr") if refused else contextlib.nullcontext():
-        check_between(before, step, tmp_path, setting, None)
+def test_steps_are_replayed_only_with_the_values_with_which_the_starts_computed_them(starts, before, step, refused):
+    written = [{"resumed_step": begun, "compared": {"optimizer.lr": rate}} for begun, rate in starts]
+    with pytest.raises(UserError, match=r"optimizer\.lr = 2, was 1") if refused else contextlib.nullcontext():
+        check_between(before, step, written, {"optimizer.lr": 2}, {})
+
+
+def test_a_step_is_not_replayed_where_other_code_computed_steps_before_it():
+    then, now = ({"own": {"hash": text, "text": text}} for text in ("1", "2"))
+    with pytest.raises(UserError, match="the code of own"):
+        check_between(0, 9, [{"compared": {}, "own_source": then}, {"resumed_step": 8, "compared": {}}], {}, now)
 
 
 def test_after_load_step_the_steps_since_then_are_replayed(pools, finished, tmp_path):

@@ -136,7 +136,11 @@ def test_the_cache_keeps_texts_with_and_without_bos_apart_and_validation_follows
         assert tokens_of(data) == [number for number in stream if number != bos or add_bos is not False]
         expected = "no BOS" if add_bos is False else "<s>"
         assert data.describe()["beginning"] == data.derived_values(data.timeline(1), 1)["texts begin with"] == expected
-    keys = {"training": {"add_bos": False}, "validation": {"dataset_path": str(path)}, "model": {"hf_assets_path": str(folder)}}
+    keys = {
+        "training": {"add_bos": False},
+        "validation": {"enable": True, "dataset_path": str(path)},
+        "model": {"hf_assets_path": str(folder)},
+    }
     config = Config.model_validate(keys)
     assert bos not in tokens_of(open_data(config, vocabulary_of(config.model), "validation"))
 

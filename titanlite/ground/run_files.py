@@ -64,6 +64,8 @@ class _Start(FileSchema):
     time: str
     command: list[str]
     global_batch: Positive | None = None
+    resumed_step: Count = 0
+    compared: dict[str, Any] = Field(default={})  # by a resume; earlier versions have none
     model_source: dict[str, Any] | None = None
     own_source: dict[str, Any] = Field(default={})  # earlier versions have none
 

@@ -125,7 +125,10 @@ class Exported:
     def tokenizer(self) -> LoadedTokenizer | None:
         """The tokenizer of the run; None for an import without one. Raises UserError if it is missing or has changed since."""
         numbers = self.stored.manifest.numbers
-        trained_with, training = numbers["data"].get("tokenizer"), numbers["config"].get("training", {})  # an import has none
+        trained_with, training = (
+            numbers["data"].get("tokenizer"),
+            numbers["config"].get("training", {}),
+        )
         if self.assets and not (Path(self.assets) / "tokenizer.json").is_file():
             if self._given or trained_with:
                 raise UserError(f"{self.assets}: there is no tokenizer.json in it; name the tokenizer's folder with --assets")

@@ -12,6 +12,8 @@ def start_output(output: Path) -> Path:
     if output.exists():
         raise UserError(f"{output}: already exists; name another output, or remove it")
     unfinished = unfinished_path(output)
+    if (unfinished / "plan.json").is_file():
+        raise UserError(f"{output}: titanlite tokenize is not finished there; name another output")
     with writing(output):
         if unfinished.is_dir():
             shutil.rmtree(unfinished)  # left by a killed command

@@ -318,21 +318,26 @@ def _allow(config: Config, keys: list[str]) -> str:
 def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     """Differences between a checkpoint's numbers and a run that change the mathematics of later steps."""
     # A key that did not exist yet had no effect, which its default expresses.
-    before, now = _flat(Config().model_dump()) | _flat(numbers["config"]), _flat(run.config.model_dump())
-    # -1 and an unset length stand for the values that were derived.
-    before["training.global_batch_size"], now["training.global_batch_size"] = numbers["global_batch"], run.global_batch
-    planned = numbers["schedule"]["total_steps"]
-    before["lr_scheduler.total_steps"] = planned
-    now["lr_scheduler.total_steps"] = run.config.lr_scheduler.total_steps or planned
-    keys = [key for key, value in now.items() if key in before and before[key] != value and _ON_RESUME[key] != MAY_CHANGE]
-    yield from (Change(key, before[key], now[key]) for key in keys)
+    before, planned = _flat(Config().model_dump()) | _flat(numbers["config"]), numbers["schedule"]["total_steps"]
+    before |= {"training.global_batch_size": numbers["global_batch"], "lr_scheduler.total_steps": planned}
+    now = compared(run.config, run.global_batch, run.config.lr_scheduler.total_steps or planned)
+    yield from (Change(key, before[key], value) for key, value in now.items() if key in before and before[key] != value)
     yield from _data_changes(numbers["data"], run.data.describe())
     then, here = _sources(run, numbers)
-    if NAMING.intersection(keys):  # other parts have other modules
+    parts = _flat(run.config.model_dump())
+    if any(before[key] != parts[key] for key in NAMING):  # other parts have other modules
         then, here = ({name: source for name, source in each.items() if name in then and name in here} for each in (then, here))
     yield from _source_changes(then, here)
     if (teacher := numbers.get("teacher", "")) != (given := digest_of_teacher(run.config)):
         yield Change(_TEACHER, teacher, given)
+
+
+def compared(config: Config, global_batch: int, total_steps: int) -> dict[str, Any]:
+    """The keys that a resume may not change, with their values. -1 and an unset length stand for those that were derived:
+    global_batch, total_steps."""
+    derived = {"training.global_batch_size": global_batch, "lr_scheduler.total_steps": total_steps}
+    every = _flat(config.model_dump()) | derived
+    return {key: value for key, value in every.items() if _ON_RESUME[key] != MAY_CHANGE}
 
 
 def _sources(run: RunIdentity, numbers: dict[str, Any]) -> tuple[ModelSource, ModelSource]:

@@ -72,7 +72,7 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
     See `report.limits` for what is left out. device_type: "cuda" or "cpu", which differ in the number of chunks of the loss.
     routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any.
     """
-    config = config.settled(Hardware(device_type == "cuda", ranks))  # as a run does
+    config = config.settled(Hardware(ranks=ranks))  # as a run does
     precision = config.training.mixed_precision_param
     if BEFORE_2_13 and precision != "float32":  # its fake tensors take the loss's out_dtype for another argument, and fail
         raise UserError(

@@ -33,7 +33,7 @@ KEYS = {
 }
 
 
-NAMING = {*KEYS, "hooks.modules"}  # the keys that name parts
+NAMING = {*KEYS, "training.sources", "hooks.modules"}  # the keys that name parts of the training
 
 
 def parts_of(config: Config) -> dict[str, str]:

@@ -51,8 +51,9 @@ def _folder_of_run(config: Path) -> list[Path]:
     """The folder of checkpoints that the configuration of a run names; all else in it may be of an earlier version."""
     if not config.is_file():
         return []
-    named = read_toml(config).get("checkpoint", {})
-    return [config.parent / validated(Checkpoint, {"folder": named.get("folder", Checkpoint().folder)}, str(config)).folder]
+    table = read_toml(config).get("checkpoint")
+    named = {"folder": table["folder"]} if isinstance(table, dict) and "folder" in table else {}
+    return [config.parent / validated(Checkpoint, named, str(config)).folder]
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

@@ -137,14 +137,15 @@ def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: 
     training = training_of(source, weights)
     model = build(found.family, config, device, DTYPES[dtype or training["mixed_precision_param"]], dist.get_world_size())
     load_weights(model_tensors(model), weights)
-    return LoadedModel(model.eval(), training["seq_len"], tokenizer)
+    return LoadedModel(model.eval(), training.get("seq_len", _DEFAULT_LENGTH), tokenizer)
 
 
 def training_of(source: Path, weights: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
-    """The keys of [training] that a folder in Hugging Face's format has: its length, and the dtype of its weights."""
-    length = read_description(source).get("max_position_embeddings", _DEFAULT_LENGTH)
-    stored = next(iter(weights.values()))[0].dtype
-    return {"seq_len": length, "mixed_precision_param": next(name for name, dtype in DTYPES.items() if dtype == stored)}
+    """The keys of [training] that a folder in Hugging Face's format has: the dtype of its weights, and its length if it says
+    one."""
+    description, stored = read_description(source), next(iter(weights.values()))[0].dtype
+    length = {"seq_len": description["max_position_embeddings"]} if description.get("max_position_embeddings") else {}
+    return {"mixed_precision_param": next(name for name, dtype in DTYPES.items() if dtype == stored), **length}
 
 
 def build(family: Family, config: Config, device: torch.device, dtype: torch.dtype, tp: int = 1) -> Decoder:

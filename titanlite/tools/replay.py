@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
-from titanlite.checkpoint.manifest import Damaged, Manifest
+from titanlite.checkpoint.manifest import Damaged
 from titanlite.config.effects import Hardware
 from titanlite.config.operation import Checkpoint, Profiling
 from titanlite.config.read import read_config, stored_config
@@ -42,7 +42,7 @@ from titanlite.launch.process import of_first_rank
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import StepRecord
-from titanlite.loop.resume import Progress, RunIdentity, changes, load_run, of_other_stages, restore
+from titanlite.loop.resume import Progress, RunIdentity, compared, load_run, of_other_stages, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
@@ -130,11 +130,20 @@ def latest_start(run: Path) -> dict[str, Any]:
     return starts[-1] if starts else {}
 
 
+def _source_now(config: Config) -> ModelSource:
+    return source_of(family_of(config.model).module) | source_of_parts(config)
+
+
+def _code_of(stored: dict[str, Any], now: ModelSource) -> ModelSource:
+    """The code in a manifest or a start; without what only reports, which earlier versions stored too."""
+    every = (stored.get("model_source") or {}) | stored.get("own_source", {})
+    return {name: source for name, source in every.items() if name in now}
+
+
 def check_source(step: int, run: Path, numbers: dict[str, Any], now: ModelSource) -> None:
     """Raises UserError if the run did a step with other code. numbers: of `saved_after`; empty: the latest start counts."""
     found = numbers or latest_start(run)
-    stored = (found.get("model_source") or {}) | found.get("own_source", {})
-    before = {name: source for name, source in stored.items() if name in now}  # earlier versions stored what only reports
+    before = _code_of(found, now)
     if before and changed_modules(before, now):
         remedy = "Restore that code: the repeated step would differ from that of the run"
         title = f"--step {step}: the code of the model has changed since the run did this step:"
@@ -195,9 +204,11 @@ def replay(
 
     config: of `replay_config`. Raises UserError where the data or the model are not those of the run.
     """
-    later = saved_after(step, folder / config.checkpoint.folder)
-    check_source(step, folder, later, source_of(family_of(config.model).module) | source_of_parts(config))
+    later, source = saved_after(step, folder / config.checkpoint.folder), _source_now(config)
+    check_source(step, folder, later, source)
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
+    now = compared(config, config.training.global_batch_size, schedule.total_steps)
+    check_between(progress.step, step, read_starts(folder), now, source)
     timeline = progress.timeline.after(progress.step, route.rollbacks)
     here, there = (each.at(step)[0] for each in (timeline, stored(later, "the next checkpoint") if later else timeline))
     if (here.global_batch, here.mixture, here.began) != (there.global_batch, there.mixture, there.began):
@@ -223,16 +234,20 @@ def replay(
     return Replayed(run.steps.read()[-1]._replace(first_sample=timeline.at(step)[1]), start, layers)
 
 
-def check_between(before: int, step: int, folder: Path, setting: RunIdentity, found: Manifest | None) -> None:
-    """Raises UserError where the steps after `before` were computed with another configuration than `step`: the run was resumed
-    between them, with changes since the checkpoint `found`; None: since what it started with."""
-    starts = [start.get("resumed_step", 0) for start in read_starts(folder)]
-    went_on = max((number for number, start in enumerate(starts) if start <= before), default=-1)  # the last that did so there
-    resumed = [start for start in starts[went_on + 1 :] if start < step]
-    different = changes(setting, found.numbers) if found else setting.config.checkpoint.allow_changes
-    if resumed and (different := [str(change) for change in different]):
-        gone = f"the run was resumed after step {resumed[0]}, whose checkpoint is gone or damaged"
-        raise UserError(listed(f"--step {step}: {gone}; steps before may have had other values:", different))
+def check_between(before: int, step: int, starts: list[dict[str, Any]], now: dict[str, Any], source: ModelSource) -> None:
+    """Raises UserError where a start of the run computed steps after `before`, up to `step`, with other values or other code:
+    the checkpoint behind them is gone. starts: of provenance.json. now: as `compared`."""
+    for number, start in enumerate(starts):
+        begun = start.get("resumed_step", 0)
+        last = min([step, *(each.get("resumed_step", 0) for each in starts[number + 1 :])])  # a later start went on from there
+        if max(begun, before) >= last:
+            continue
+        then = start["compared"]
+        different = [f"{key} = {value!r}, was {then[key]!r}" for key, value in now.items() if then.get(key, value) != value]
+        different += [f"the code of {name}" for name in changed_modules(_code_of(start, source), source)]
+        if different:
+            title = f"--step {step}: the steps up to {last} were computed with other values, and their last checkpoint is gone:"
+            raise UserError(listed(title, different))
 
 
 def begin_before(
@@ -247,14 +262,11 @@ def begin_before(
         run = begin(config, mesh, device)  # a new one each time: a checkpoint that is deleted during a read leaves mixed state
         state = run.model, run.optimizer, run.loss_scale
         if number is None:  # a folder without checkpoints, with which `restore` starts a new run
-            progress, schedule = restore(setting, *state, saves / "none")
-            check_between(progress.step, step, folder, setting, None)
-            return run, progress, schedule
+            return run, *restore(setting, *state, saves / "none")
         source = step_folder(saves, number)
         try:
-            tensors, found = run_tensors(*state), load.verified(source)
-            check_between(number, step, folder, setting, found)
-            return run, *load_run(source, found, setting, tensors, of_other_stages(run.model, tensors))
+            tensors = run_tensors(*state)
+            return run, *load_run(source, load.verified(source), setting, tensors, of_other_stages(run.model, tensors))
         except Damaged as error:
             log.warning("not used: %s", error)
         except Unread:
