@@ -202,6 +202,12 @@ def test_steps_are_replayed_only_with_the_values_with_which_the_starts_computed_
         check_between(before, step, written, {"optimizer.lr": 2}, {})
 
 
+def test_starts_of_an_earlier_version_which_recorded_no_values_are_not_compared():
+    check_between(
+        0, 5, [{"time": "", "command": [], "global_batch": 8}], {"optimizer.lr": 2}, {"own": {"hash": "", "text": ""}}
+    )
+
+
 def test_a_step_is_not_replayed_where_other_code_computed_steps_before_it():
     then, now = ({"own": {"hash": text, "text": text}} for text in ("1", "2"))
     with pytest.raises(UserError, match="the code of own"):

@@ -65,7 +65,7 @@ class _Start(FileSchema):
     command: list[str]
     global_batch: Positive | None = None
     resumed_step: Count = 0
-    compared: dict[str, Any] = Field(default={})  # by a resume; earlier versions have none
+    compared: dict[str, Any] = Field(default={})  # with a replay; earlier versions have none
     model_source: dict[str, Any] | None = None
     own_source: dict[str, Any] = Field(default={})  # earlier versions have none
 

@@ -129,7 +129,7 @@ def sound(
         chosen = [word for key, value in keys_of(candidate.choice).items() for word in (f"--{key}", str(value))]
         try:
             config = read_config(path, [*words, *chosen])
-            check(config, path, ranks, open_files=False, elsewhere=not (torch.cuda.is_available() or on_cpu))
+            check(config, path, ranks, open_files=False, elsewhere=not on_cpu)
         except Faults as faults:
             refused.append(f"{name_of(candidate.choice)}: {faults.faults[0]}")
             faulty.append(faults)

@@ -242,9 +242,9 @@ def check_between(before: int, step: int, starts: list[dict[str, Any]], now: dic
         last = min([step, *(each.get("resumed_step", 0) for each in starts[number + 1 :])])  # a later start went on from there
         if max(begun, before) >= last:
             continue
-        then = start["compared"]
+        then, code = start.get("compared", {}), _code_of(start, source)  # an earlier version wrote no values
         different = [f"{key} = {value!r}, was {then[key]!r}" for key, value in now.items() if then.get(key, value) != value]
-        different += [f"the code of {name}" for name in changed_modules(_code_of(start, source), source)]
+        different += [f"the code of {name}" for name in changed_modules(code, source) if code]
         if different:
             title = f"--step {step}: the steps up to {last} were computed with other values, and their last checkpoint is gone:"
             raise UserError(listed(title, different))

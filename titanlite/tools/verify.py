@@ -52,23 +52,29 @@ def main() -> None:
     """Exit code 0: equal; 1: not equal; 2: a user error; 3: undecided."""
     path, given, config = _parse(sys.argv[1:])
     meshes = checked(path, given, config)
+    # all on GPUs or none, since kernels of two devices round differently
+    gpus, most = torch.cuda.device_count(), max(ranks_of(degrees) for _, degrees in meshes)
+    if 0 < gpus < most:
+        print(f"on CPUs: this machine has {gpus} GPUs, and a mesh {most} ranks")
+    meshes = [(each.settled(Hardware(gpus >= most)), degrees) for each, degrees in meshes]
+    run = functools.partial(_run, gpus >= most)
     open_data(config, vocabulary_of(config.model))  # fills the cache for the ranks
     first, *others = meshes
-    reference = _run(_record, *first, True)
-    runs = [reference, *(_run(_record, *each) for each in others)]
-    comparisons = [compare(run, reference) for run in runs]
+    reference = run(_record, *first, True)
+    found = [reference, *(run(_record, *each) for each in others)]
+    comparisons = [compare(each, reference) for each in found]
     print(f"{config.model.title}, {config.training.steps} steps in float32, each mesh compared with the first")
     for line in tolerances(comparisons[0]):
         print(line)
     print(f"{'mesh':<28} {'weights':<9} {'batches':<9} {'losses':<9} {'norms':<17} {'worst gradient'}")
-    in_float64 = functools.cache(lambda: _run(_gradients, *first))
+    in_float64 = functools.cache(lambda: run(_gradients, *first))
     verdicts = []
-    for mesh, run, comparison in zip(meshes, runs, comparisons, strict=True):
+    for mesh, trajectory, comparison in zip(meshes, found, comparisons, strict=True):
         result, remark = comparison, ""
         if comparison.undecided:
             try:
-                wide = _run(_gradients, *mesh), in_float64()
-                result = settle(run, reference, *wide)
+                wide = run(_gradients, *mesh), in_float64()
+                result = settle(trajectory, reference, *wide)
                 remark = f"in float64: {result.worst('gradients').size:.1e} {result.worst('gradients').where}"
             except UserError as error:
                 remark = f"the model does not run in float64: {error}"
@@ -99,7 +105,7 @@ def checked(path: str, given: list[dict[str, int]], config: Config) -> list[tupl
                 raise
             print(f"{_name(degrees)} is left out: {refused.faults[0]}")
         else:
-            found.append((on.settled(Hardware(torch.cuda.is_available())), degrees))
+            found.append((on, degrees))
     if len(found) == 1:
         raise UserError(f"{path}: no mesh is left to compare with one process; name meshes with --mesh")
     return found
@@ -124,11 +130,12 @@ def _print_row(degrees: dict[str, int], comparison: Comparison, verdict: str) ->
     print(f"{name:<28} {weights:<9} {batches:<9} {loss.size:<9.1e} {norms:<17} {gradient.size:.1e} {gradient.where}{verdict}")
 
 
-def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int], *more: Any) -> Any:
+def _run(use_gpus: bool, function: Callable[..., Any], config: Config, degrees: dict[str, int], *more: Any) -> Any:
     """The result of a function on a mesh of processes on this machine. Raises UserError, with the mesh, for an error there."""
     timeout = config.comm.init_timeout_seconds
     try:
-        return on_ranks(ranks_of(degrees), function, config, degrees, *more, timeout_seconds=timeout)
+        count = ranks_of(degrees)
+        return on_ranks(count, function, config, degrees, *more, timeout_seconds=timeout, use_gpus=use_gpus)
     except UserError as error:
         raise UserError(f"mesh {_name(degrees)}: {error}") from None
 
