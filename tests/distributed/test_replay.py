@@ -180,13 +180,8 @@ def test_a_step_is_replayed_with_its_own_rate_and_not_that_of_a_later_start(pool
 
 
 @pytest.mark.parametrize(
-    (
-        "starts",
-        "before",
-        "step",
-        "refused",
-    ),  # starts: the step from which each went on, and its rate
-    [
+    ("starts", "before", "step", "refused"),
+    [  # starts: the step from which each went on, and its rate
         ([(0, 1), (8, 2)], 5, 9, True),
         ([(0, 1), (8, 2)], 5, 7, True),  # a step before the resume, of which the next checkpoint is behind it
         ([(0, 1), (8, 2), (12, 2)], 0, 14, True),
@@ -203,9 +198,8 @@ def test_steps_are_replayed_only_with_the_values_with_which_the_starts_computed_
 
 
 def test_starts_of_an_earlier_version_which_recorded_no_values_are_not_compared():
-    check_between(
-        0, 5, [{"time": "", "command": [], "global_batch": 8}], {"optimizer.lr": 2}, {"own": {"hash": "", "text": ""}}
-    )
+    now, source = {"optimizer.lr": 2}, {"own": {"hash": "", "text": ""}}
+    check_between(0, 5, [{"time": "", "command": [], "global_batch": 8}], now, source)
 
 
 def test_a_step_is_not_replayed_where_other_code_computed_steps_before_it():

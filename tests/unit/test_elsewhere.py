@@ -8,10 +8,12 @@ import torch
 
 from tests.repetitions import slow_but
 from titanlite.config.read import read_config
+from titanlite.config.schema import Config
 from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
 from titanlite.loop.summary import built_in, emulated
 from titanlite.tools import check as tool
+from titanlite.tools import estimate
 from titanlite.tools.check import check_here
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
@@ -117,3 +119,18 @@ def test_the_local_ranks_are_all_ranks_unless_more_are_given(monkeypatch):
     monkeypatch.setattr("sys.argv", [*words, "--ranks", "1"])
     with pytest.raises(UserError, match="--local-ranks 2: more than --ranks 1"):
         tool.main()
+
+
+def test_an_estimate_does_not_ask_for_the_gpus_of_this_machine(monkeypatch):
+    """It runs on fake tensors. An older GPU here had refused what a machine without one predicted."""
+
+    def reached(config: Config, ranks: int, routing: str) -> None:
+        raise InterruptedError(config.float8.recipe_name)
+
+    pytest.importorskip("torchao", reason="needs torchao")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(estimate, "predict", reached)
+    monkeypatch.setattr("sys.argv", ["estimate", f"{FOLDER}/llama_8b_float8.toml", "--ranks", "8"])
+    with pytest.raises(InterruptedError):
+        estimate.main()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.hostile.keys import FIELDS, OTHERS, other, setting, toml
 from titanlite.config.effects import Hardware, effective_when
@@ -110,3 +111,17 @@ def test_what_a_run_accepts_verify_accepts_in_float32_and_without_checkpoints(tm
 def test_verify_leaves_out_float8_which_float32_excludes():
     _, _, config = verify._parse(["train_configs/llama_8b_float8.toml", "--mesh", "1", "--mesh", "dp_shard=2"])
     assert not config.float8.enable and config.training.mixed_precision_param == "float32"
+
+
+def test_verify_runs_all_meshes_on_cpus_where_one_has_more_ranks_than_the_machine_has_gpus(tmp_path, monkeypatch, capsys):
+    def started(*_, use_gpus: bool, **__) -> None:
+        raise UserError(f"on GPUs: {use_gpus}")
+
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(toml({"training.seq_len": "64"}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(verify, "on_ranks", started)
+    monkeypatch.setattr("sys.argv", ["verify", "run.toml", "--mesh", "1", "--mesh", "dp_shard=2"])
+    with pytest.raises(UserError, match="mesh 1: on GPUs: False"):  # where its single rank would have found one
+        verify.main()
+    assert "this machine has 1 GPUs, and a mesh 2 ranks" in capsys.readouterr().out

@@ -25,7 +25,7 @@ FILE = "manifest.json"
 _FORMAT = 3
 _OWN = "xxh3_128"
 _CHUNK = 2**22
-_LIMIT = 256 * MIB  # of a run on 10,000 ranks: 1 MiB. An own stream's state of 32 MiB has 80 or more with a line for each value
+_LIMIT = 256 * MIB  # 1 MiB on 10,000 ranks; 80 MiB with an own stream's state of 32, since each number has a line
 
 
 class _Source(untrusted.FileSchema):

@@ -130,10 +130,6 @@ def latest_start(run: Path) -> dict[str, Any]:
     return starts[-1] if starts else {}
 
 
-def _source_now(config: Config) -> ModelSource:
-    return source_of(family_of(config.model).module) | source_of_parts(config)
-
-
 def _code_of(stored: dict[str, Any], now: ModelSource) -> ModelSource:
     """The code in a manifest or a start; without what only reports, which earlier versions stored too."""
     every = (stored.get("model_source") or {}) | stored.get("own_source", {})
@@ -163,7 +159,7 @@ def replay_config(config: Config, global_batch: int, ranks: int | None) -> Confi
         raise UserError(f"--ranks {ranks}: {parts} data-parallel ranks cannot share a global batch of {global_batch} equally")
     degrees["ep"] = parallelism.expert_parallel_degree
     config = replaced(config, parallelism=parallelism, profiling=Profiling())
-    # which has no effect on one process, and which checkpoints compare
+    # it has no effect on one process, but checkpoints are compared by it
     reduce = {"training.mixed_precision_reduce": config.training.mixed_precision_reduce}
     return on_mesh(config, degrees, global_batch).with_keys(reduce)
 
@@ -204,7 +200,8 @@ def replay(
 
     config: of `replay_config`. Raises UserError where the data or the model are not those of the run.
     """
-    later, source = saved_after(step, folder / config.checkpoint.folder), _source_now(config)
+    later = saved_after(step, folder / config.checkpoint.folder)
+    source = source_of(family_of(config.model).module) | source_of_parts(config)
     check_source(step, folder, later, source)
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
     now = compared(config, config.training.global_batch_size, schedule.total_steps)

@@ -150,6 +150,14 @@ def test_leftovers_of_a_killed_export_are_removed_and_a_complete_one_is_kept(imp
         export(imported("tests.tiny", "plain"), tmp_path / "new")
 
 
+def test_the_unfinished_work_of_tokenize_is_no_leftover_of_an_export(imported, tmp_path):
+    (tmp_path / ".new.unfinished").mkdir()
+    (tmp_path / ".new.unfinished/plan.json").touch()
+    with pytest.raises(UserError, match="new: titanlite tokenize is not finished there"):
+        export(imported("tests.tiny", "plain"), tmp_path / "new")
+    assert (tmp_path / ".new.unfinished/plan.json").exists()
+
+
 def test_a_family_that_has_changed_since_the_checkpoint_is_not_exported(imported, monkeypatch, tmp_path):
     checkpoint = imported("tests.tiny", "plain")  # other tests use it too
     monkeypatch.setitem(tiny.FLAVORS, "plain", dataclasses.replace(tiny.FLAVORS["plain"], rope_theta=7.0))

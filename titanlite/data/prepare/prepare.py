@@ -1,6 +1,6 @@
 """From text to token files, with any number of worker processes; a killed command continues from its finished units.
 
-While it runs, everything is in .OUTPUT.unfinished, which no input folder shows, as no hidden file:
+While it runs, everything is in .OUTPUT.unfinished, hidden, so that it is no input of a folder that both are in:
 
     plan.json           the options, and the inputs with their sizes and times; a command continues only its own plan
     units/00000/        the tokens of a unit of work and its record.json; the folder appears by one rename, when it is complete
