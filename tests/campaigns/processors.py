@@ -34,11 +34,15 @@ class Variant(NamedTuple):
     paused: bool = False  # whether random processes of the tests are paused at random instants
     through: tuple[str, ...] = ()  # a command that starts pytest
     folder: str = ""  # of a copy of the tree, below a temporary one, where the tests also put their files
+    needs: str = ""  # a flag in /proc/cpuinfo; without it the first kernel ends PyTorch with SIGILL
 
 
 VARIANTS = {
     "plain": Variant(),
-    **{f"ATEN_CPU_CAPABILITY={name}": Variant({"ATEN_CPU_CAPABILITY": name}) for name in ("default", "avx2", "avx512")},
+    **{
+        f"ATEN_CPU_CAPABILITY={name}": Variant({"ATEN_CPU_CAPABILITY": name}, needs=flag)
+        for name, flag in (("default", ""), ("avx2", "avx2"), ("avx512", "avx512vl"))
+    },
     **{f"MKL_CBWR={name}": Variant({"MKL_CBWR": name}) for name in ("COMPATIBILITY", "AVX2")},
     **{f"ONEDNN_MAX_CPU_ISA={name}": Variant({"ONEDNN_MAX_CPU_ISA": name}) for name in ("SSE41", "AVX2", "AVX512_CORE")},
     **{f"{number} threads": Variant({"OMP_NUM_THREADS": str(number)}) for number in (1, 2, 4)},
@@ -97,7 +101,9 @@ def together(names: Sequence[str]) -> Variant:
 
 
 def play(folder: Path, variant: Variant, targets: Sequence[str]) -> Report:
-    """Runs these tests under a variant, and those that fail once more without it."""
+    """Runs these tests under a variant, and those that fail once more without it. None where this processor cannot run it."""
+    if variant.needs and variant.needs not in Path("/proc/cpuinfo").read_text(encoding="utf-8").split():
+        return Report({"not run": f"this processor has no {variant.needs}"}, [])
     code, said, found = run(folder / "variant", variant, targets)
     others = [name for name, verdict in found.items() if verdict != "passed"]
     plain = run(folder / "plain", Variant(), others)[2] if others else {}
