@@ -115,6 +115,7 @@ def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) ->
         async_tp=bool(run.async_tp),
         reshard=run.zero in (None, 3),
         weight_bytes=2 if run.parameters == "bfloat16" else 4,
+        state_bytes=4 if run.parameters == "bfloat16" else 8,
         reduce_bytes=2 if run.gradient_reduction == "bfloat16" else 4,
         gathered=1 if run.float8_gather else 2,
         once=run.zero == 1,

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from models.blocks import apply_rope, local_weight
 from models.split import Split, attend_by_parts, gather_sequence, heads_to_sequence, sequence_to_heads
+from models.torch_private import cast_result
 
 
 class SeqInfo(NamedTuple):
@@ -282,7 +283,7 @@ class _TileWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
         scores = q.float() @ k.float().transpose(-2, -1) * scale
-        weights = torch.where(visible, scores, -math.inf).softmax(dim=-1).type_as(q)
+        weights = cast_result(torch.where(visible, scores, -math.inf).softmax(dim=-1), q.dtype)
         ctx.save_for_backward(q, k, weights)
         ctx.scale = scale
         return weights
@@ -384,7 +385,7 @@ class AttentionCore(nn.Module):
             return attend(q, k, v, seq.mask, self.scale, self.softcap, masked, sinks).transpose(1, 2)
         if causal in (None, SDPBackend.FLASH_ATTENTION) and self.plain and self.value_dim == self.head_dim:
             return attend_by_parts(q, k, v, split, self.scale).transpose(1, 2)
-        mask = split.positions[:, None] >= torch.arange(split.length, device=q.device)
+        mask = dense_mask(q.new_zeros(1, split.length), None, split.positions)
         return attend(q, k, v, mask, self.scale, self.softcap, causal, sinks).transpose(1, 2)
 
 

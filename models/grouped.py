@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from models.torch_private import onednn_linear
+from models.torch_private import cast_result, onednn_linear
 
 
 @torch.library.custom_op("titanlite::grouped_product", mutates_args=())
@@ -238,9 +238,8 @@ class Activated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, mix: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(gate, up, mix)
         act = ctx.activation = ACTIVATIONS[name]
-        # compiled by PyTorch 2.11, a result written in place, or a cast that returns its argument, would have no gradient
-        hidden = act.gate(gate) * act.up(up) * mix
-        return hidden if hidden.dtype == gate.dtype else hidden.to(gate.dtype)
+        # compiled by PyTorch 2.11, a result that is written in place would have no gradient
+        return cast_result(act.gate(gate) * act.up(up) * mix, gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from models.torch_private import all_to_all_single, cpu_attention, cpu_attention_backward, wait_tensor
+from models.torch_private import all_to_all_single, cast_result, cpu_attention, cpu_attention_backward, wait_tensor
 
 _SEQUENCE, _HEADS = 1, 2  # dimensions of (batch, seq, heads, head_dim)
 
@@ -110,7 +110,7 @@ class _CausalAtTheEnd(torch.autograd.Function):
             sums.append(logsumexp)
         total = torch.stack(sums).logsumexp(0)
         merged = torch.stack([out * (part - total).exp()[..., None] for out, part in zip(outs, sums, strict=True)]).sum(0)
-        merged = merged.type_as(q)
+        merged = cast_result(merged, q.dtype)
         ctx.save_for_backward(q, k, v, merged, total)
         ctx.scale = scale
         return merged

@@ -25,6 +25,7 @@ class Case(NamedTuple):
 
     def config(self) -> Config:
         names = {
+            "pp": "pipeline_parallel_degree",
             "dp_replicate": "data_parallel_replicate_degree",
             "dp_shard": "data_parallel_shard_degree",
             "cp": "context_parallel_degree",

@@ -11,12 +11,9 @@ import torch
 
 from tests.distributed import cells, cover
 from tests.distributed.cover import LATER, OTHER_FLOAT8, OTHER_PIPELINES, PLAIN, Cell
-from tests.distributed.mixtures import MARGIN
+from tests.distributed.mixtures import MARGIN, skip_without_2_13
 from tests.repetitions import campaign_but
-from titanlite.ground.torch_private import BEFORE_2_13
-from titanlite.parallel import expert
 from titanlite.parallel.mesh import ranks_of
-from titanlite.registry.family import family_of
 from titanlite.verify.compare import Trajectory, compare
 
 CELLS = {cover.name(cell): cell for cell in cover.cover(without=LATER)}
@@ -83,9 +80,7 @@ def references(pools) -> Callable[[Cell], Trajectory]:
 
 def assert_as_on_one_process(pools, references, cell: Cell, backend: str = "aot_eager") -> None:
     config = cells.config_of_cell(cell)
-    for fault in expert.faults(config, family_of(config.model).on_meta()):
-        assert BEFORE_2_13 and "needs PyTorch 2.13" in fault
-        pytest.skip(fault)
+    skip_without_2_13(config)
     found, graphs = cells.run(pools, cell, backend)
     assert cells.faults(cell, found, references(cell)) == []
     assert graphs in cells.graphs_of(cell)

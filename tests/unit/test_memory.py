@@ -62,6 +62,7 @@ def test_the_rest_of_the_allocated_memory_is_activations(monkeypatch):
 AC, BATCH, SHARD = "activation_checkpoint.mode", "training.local_batch_size", "parallelism.data_parallel_shard_degree"
 CHUNKS, HOST = "activation_checkpoint.sequence_chunks = 8", "activation_checkpoint.offload = true"
 NARROW, OFFLOAD = 'training.dtype = "bfloat16"', "parallelism.cpu_offload = true"
+MORE = "on more GPUs"
 
 
 @pytest.mark.parametrize(
@@ -71,12 +72,21 @@ NARROW, OFFLOAD = 'training.dtype = "bfloat16"', "parallelism.cpu_offload = true
         ({"activation_checkpoint": {"mode": "full"}}, [BATCH, CHUNKS, HOST, NARROW, SHARD]),
         ({"training": {"local_batch_size": 1, "dtype": "bfloat16"}}, [AC, SHARD]),
         ({"parallelism": {"data_parallel_replicate_degree": 2}}, [AC, BATCH, NARROW, "replicate_degree = 1 with", SHARD]),
+        ({"optimizer": {"name": "torch.optim:RAdam"}}, [AC, BATCH, OFFLOAD]),
+        ({"optimizer": {"name": "Muon"}, "activation_checkpoint": {"mode": "full"}}, [BATCH, CHUNKS, HOST, NARROW, MORE]),
+        ({"parallelism": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}}, [AC, BATCH, NARROW, MORE]),
     ],
 )
-def test_remedies_name_only_features_not_in_use(sections, expected):
-    found = remedies(configuration(**sections), global_batch=16)
+def test_remedies_name_only_features_not_in_use_that_a_run_accepts(sections, expected):
+    found = remedies(configuration(**sections), global_batch=16, cuda=True)
     assert len(found) == len(expected), found
     assert [part for part, line in zip(expected, found, strict=True) if part not in line] == []
+    assert (OFFLOAD in found[-1]) == (expected[-1] != MORE)
+
+
+def test_a_run_on_cpus_is_not_told_to_move_what_it_holds_there():
+    found = remedies(configuration(activation_checkpoint={"mode": "full"}), global_batch=16, cuda=False)
+    assert len(found) == 4 and not any("offload" in line for line in found), found
 
 
 @pytest.fixture
@@ -118,7 +128,7 @@ def test_the_message_has_phase_rank_sizes_remedies_and_the_command_that_predicts
     text = str(raised.value)
     assert "20.50 GiB more were requested" in text and "cuda:3 has 80.00 GiB, of which 1.50 GiB are free" in text
     assert "optimizer state 0.00 GiB, activations and all else 70.00 GiB" in text
-    assert all(f"{number}. {line}" in text for number, line in enumerate(remedies(memory.config, 16), 1))
+    assert all(f"{number}. {line}" in text for number, line in enumerate(remedies(memory.config, 16, cuda=True), 1))
     assert "titanlite estimate run.toml --job.description 'two words' --ranks 8 --device-memory-gib 80" in text
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.repetitions import slow_but
-from tests.traffic_cases import ADAPTERS, BOTH, HALF, LATE, MUON, SHARD, Case
+from tests.traffic_cases import ADAPTERS, BOTH, HALF, HYBRID, LATE, MUON, SHARD, Case
 from tests.unit.test_plan_experts import case as experts
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -22,6 +22,8 @@ from titanlite.transforms.meta import on_meta
 GIB = 2**30
 AVERAGED = {"optimizer": {"ema_decay": 0.9}, "checkpoint": {"enable": True}}
 NARROW = {"dtype": "bfloat16", **HALF}
+STAGES = {"pp": 2}
+FROZEN = {"optimizer": {"groups": [{"pattern": "embed.*", "frozen": True}, {"pattern": "layers.0.*", "frozen": True}]}}
 CASES = {
     "one process": Case({}),
     "adapters": Case(SHARD, others=ADAPTERS),
@@ -31,12 +33,14 @@ CASES = {
     "whole gradients": Case(BOTH, accumulation=2, parallelism=LATE),
     "an EMA, one microbatch, reduced at once": Case(BOTH, parallelism=LATE, others=AVERAGED),
     "tp 2, whole experts and gradients": experts({"dp_shard": 2, "tp": 2}, reduce_every_microbatch=False),
+    "a pipeline, frozen at its beginning": Case(STAGES, "deep", 4, others=FROZEN),
+    "a pipeline with Muon": Case(STAGES, "deep", 4, others=MUON),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(["whole gradients", "an EMA, one microbatch, reduced at once", "Muon, tp 2, split experts"], CASES),
+    slow_but(["whole gradients", "a pipeline, frozen at its beginning", "Muon, tp 2, split experts"], CASES),
 )
 def test_arithmetic_agrees_with_the_prediction_that_is_measured(name):
     config, ranks = CASES[name].config(), CASES[name].ranks
@@ -69,6 +73,27 @@ def test_a_model_that_a_gpu_cannot_hold_is_refused_with_its_size_and_every_optio
     assert all(remedy in fault for remedy in remedies)
     assert refused(llama_8b(training={"dtype": "bfloat16"}), 1, 1) == refused(llama_8b(), 2, 2) == []
     assert refused(llama_8b(parallelism={"cpu_offload": True}), 1, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("degrees", "keys", "waiting"),
+    [({}, {}, 0), ({}, LATE, 1), (SHARD, LATE, 1), (HYBRID, {}, 1 / 2)],
+    ids=["reduced at once", "reduced once, one rank", "reduced once", "replicas"],
+)
+def test_of_what_the_host_keeps_only_gradients_that_wait_for_their_reduction_are_on_a_gpu(degrees, keys, waiting):
+    """FSDP2 accumulates them there, and copies what the last reduction gives to the host."""
+    case = Case(degrees, accumulation=2, parallelism={"cpu_offload": True, **keys})
+    config, moments = case.config(), predict(case.config(), case.ranks, "cuda").moments
+    values = sum(p.numel() for p in on_meta(family_of(config.model), config).parameters())
+    assert {each.memory[0] + each.memory[2] for each in moments} == {0} and moments[-1].memory.total == 0
+    assert max(each.memory.gradients for each in moments) == pytest.approx(waiting * 4 * values, rel=0.01)
+
+
+def test_a_rank_alone_that_offloads_keeps_what_it_gathers_as_two_ranks_do():
+    keys = {"data_parallel_shard_degree": -1, "cpu_offload": True, "fsdp_reshard_after_forward": "never"}
+    config = Case({}, "deep", accumulation=2, parallelism=keys, training=HALF).config()
+    alone, two = (predict(config, ranks, "cuda").during("loss") for ranks in (1, 2))
+    assert alone.activations == two.activations and alone.total == pytest.approx(two.total, rel=0.2)
 
 
 def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):

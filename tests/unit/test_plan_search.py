@@ -121,6 +121,14 @@ def test_a_mesh_is_a_candidate_where_a_run_accepts_its_parts_of_a_sequence(tp, c
         assert ((cp, tp) in found) != refused, seq_len
 
 
+def test_a_mesh_fits_by_the_state_that_its_optimizer_keeps():
+    """70B on 8 GPUs of 141 GB: half of the moments for the matrices of blocks leave room, and an EMA takes some."""
+    adam, muon = (job("llama_70b", "--optimizer.name", name, device="h200") for name in ("AdamW", "Muon"))
+    assert not candidates(adam, 8, "memory") and candidates(muon, 8, "memory")
+    averaged = job("llama_70b", "--optimizer.ema_decay", "0.99", "--checkpoint.enable", "true", device="h200")
+    assert (adam.state_bytes, averaged.state_bytes) == (8, 12) and 4 < muon.state_bytes < 4.2
+
+
 def test_experts_are_split_only_where_they_are_divisible():
     degrees = {each.ep for each in choices(OF_EXPERTS, 32)}
     assert {1, 2, 32} <= degrees and {each.ep for each in choices(JOB, 64)} == {1}

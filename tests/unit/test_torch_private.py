@@ -133,6 +133,34 @@ def test_a_removed_name_is_reported():
     assert all(hasattr(torch_private, name.use) for name in ATTRIBUTES)  # the function that uses it
 
 
+CASTS = {"to", "type_as", "float", "bfloat16", "half", "contiguous"}
+
+
+def returned_casts(source: str) -> list[str]:
+    """The expressions with a cast that forward passes of autograd.Functions return, also by a name. See `cast_result`."""
+    found = []
+    for kind in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
+        of_function = any("autograd.Function" in ast.unparse(base) for base in kind.bases)
+        for forward in (each for each in kind.body if of_function and getattr(each, "name", "") == "forward"):
+            assigned = {
+                ast.unparse(node.targets[0]): node.value for node in ast.walk(forward) if isinstance(node, ast.Assign)
+            }  # the last one of each name
+            for returned in (node.value for node in ast.walk(forward) if isinstance(node, ast.Return) and node.value):
+                for part in returned.elts if isinstance(returned, ast.Tuple) else [returned]:
+                    value = assigned.get(ast.unparse(part), part)
+                    if isinstance(value, ast.Call) and getattr(value.func, "attr", "") in CASTS:
+                        found.append(f"{kind.name}: {ast.unparse(value)}")
+    return found
+
+
+def test_no_function_of_a_model_returns_a_cast_that_may_do_nothing():
+    """Compiled by PyTorch 2.11, it has wrong gradients: those of attention on CPUs with context parallelism were, silently."""
+    assert {file.name: found for file in (ROOT / "models").glob("*.py") if (found := returned_casts(file.read_text()))} == {}
+    text = "class A(torch.autograd.Function):\n def forward(ctx, x):\n  y = x * 2\n  {}\n"
+    wrong = ("return y.to(x.dtype)", "y = y.type_as(x); return y", "return x + 1, y.contiguous()")
+    assert all(returned_casts(text.format(line)) for line in wrong) and not returned_casts(text.format("return y.float() + 1"))
+
+
 def own_names(tree: ast.Module) -> Iterator[str]:
     """The names that a file defines: functions, classes, parameters, variables, attributes."""
     for node in ast.walk(tree):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, current_step, where
 from titanlite.launch import failure, process
+from titanlite.launch.layout import number
 from titanlite.loop.profiling import snapshot
 from titanlite.loop.remedies import remedies
 from titanlite.optim.ema import ema_of
@@ -47,16 +48,18 @@ class Memory:
     def _text(self, what: str) -> str:
         held = held_memory(self.model, self.optimizer, self.device)
         total, free = capacity(self.device)
-        (rank, ranks), training = process.rank_and_world(), self.model is not None
+        (rank, ranks), training, cuda = process.rank_and_world(), self.model is not None, self.device.type == "cuda"
+        share = total / (1 if cuda else number("LOCAL_WORLD_SIZE", ranks)) / GIB  # the ranks share a machine
         owner = "the machine" if self.device.type == "cpu" else str(self.device)
+        found = remedies(self.config, self.global_batch, cuda, training)
         lines = [
             f"{where(f'rank {rank}')}: {what}",
             "held by this rank: "
             + (", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in held.items()) or "no model yet"),
             f"{owner} has {total / GIB:.2f} GiB" + (f", of which {free / GIB:.2f} GiB are free" if free is not None else ""),
             "remedies, the cheapest first:",
-            *(f"{number}. {way}" for number, way in enumerate(remedies(self.config, self.global_batch, training), 1)),
-            f"a prediction: titanlite estimate {shlex.join(sys.argv[1:])} --ranks {ranks} --device-memory-gib {total // GIB}",
+            *(f"{number}. {way}" for number, way in enumerate(found, 1)),
+            f"a prediction: titanlite estimate {shlex.join(sys.argv[1:])} --ranks {ranks} --device-memory-gib {share:.4g}",
         ]
         return "\n  ".join(lines)
 

@@ -1,15 +1,20 @@
 """Ways to save memory, the cheapest first: one table, for the error when memory runs out and for the check before a start."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from titanlite.config.conflicts import conflicts
+from titanlite.config.effects import Hardware
 from titanlite.config.read import toml_value
 from titanlite.config.schema import Config
+from titanlite.optim import build
+from titanlite.parallel import pipeline
+from titanlite.transforms import activation_checkpoint, float8
 
 
 class Remedy(NamedTuple):
-    """One way. keys: (configuration, sequences of a step over all ranks) -> the keys to set; {} where they are in use already,
-    or have no effect. saves: what a training step needs, the gradients, or what a rank keeps between steps."""
+    """One way. keys: (configuration, sequences of a step over all ranks) -> the keys to set; {} where they are in use already.
+    saves: what a training step needs, the gradients, or what a rank keeps between steps."""
 
     keys: Callable[[Config, int], dict[str, Any]]
     cost: str
@@ -28,25 +33,19 @@ def _microbatches(config: Config, global_batch: int) -> dict[str, Any]:
 
 
 def _chunks(config: Config, _: int) -> dict[str, Any]:
-    cfg = config.activation_checkpoint
-    able = cfg.mode == "full" and cfg.sequence_chunks == 1 and config.parallelism.tensor_parallel_degree == 1
-    return {"activation_checkpoint.sequence_chunks": 8} if able else {}
+    return {"activation_checkpoint.sequence_chunks": 8} if config.activation_checkpoint.sequence_chunks == 1 else {}
 
 
 def _offload(config: Config, _: int) -> dict[str, Any]:
-    cfg = config.activation_checkpoint
-    return {"activation_checkpoint.offload": True} if cfg.mode == "full" and not cfg.offload else {}
+    return {} if config.activation_checkpoint.offload else {"activation_checkpoint.offload": True}
 
 
 def _reduce(config: Config, _: int) -> dict[str, Any]:
-    late = not config.parallelism.reduce_every_microbatch and config.parallelism.pipeline_parallel_degree == 1
-    return {"parallelism.reduce_every_microbatch": True} if late else {}
+    return {} if config.parallelism.reduce_every_microbatch else {"parallelism.reduce_every_microbatch": True}
 
 
 def _narrower(config: Config, _: int) -> dict[str, Any]:
-    training = config.training
-    able = training.dtype != "bfloat16" and training.mixed_precision_param == "bfloat16" and not config.lora.enable
-    return {"training.dtype": "bfloat16"} if able else {}
+    return {"training.dtype": "bfloat16"} if config.training.dtype != "bfloat16" else {}
 
 
 def _fewer_replicas(config: Config, _: int) -> dict[str, Any]:
@@ -65,15 +64,30 @@ REMEDIES = (
 )
 
 
-def remedies(config: Config, global_batch: int, training: bool = True) -> list[str]:
-    """Ways that are not in use yet, the cheapest first. global_batch: sequences of a step over all ranks.
+_CONFLICTS = (*build.CONFLICTS, *activation_checkpoint.CONFLICTS, *float8.CONFLICTS, *pipeline.CONFLICTS)
+OFFLOAD = {"parallelism.cpu_offload": True}
 
-    training: False before the first step, where nothing is held for a backward pass yet.
-    """
-    of_table = ((keys, each) for each in REMEDIES if (keys := each.keys(config, global_batch)))
-    ways = [f"{spelled(keys)}: {each.cost}" for keys, each in of_table if training or each.saves == "state"]
-    offload = "" if config.parallelism.cpu_offload else "; or parallelism.cpu_offload = true, which is slower"
-    return [*ways, f"a larger parallelism.data_parallel_shard_degree, on more GPUs{offload}"]
+
+def helps(config: Config, keys: dict[str, Any], cuda: bool) -> bool:
+    """Whether these keys are new to a run, have an effect and are not refused beside its others."""
+    changed = config.with_keys(keys)
+    idle = {f"{key.section}.{key.name}" for key in changed.idle(Hardware(cuda))}
+    refused = {*conflicts(changed, _CONFLICTS)} - {*conflicts(config, _CONFLICTS)}
+    return changed != config and idle.isdisjoint(keys) and not refused
+
+
+def ways(config: Config, global_batch: int, cuda: bool) -> Iterator[tuple[dict[str, Any], Remedy]]:
+    """The keys of each way that helps, the cheapest first. global_batch: sequences of a step over all ranks."""
+    found = ((each.keys(config, global_batch), each) for each in REMEDIES)
+    yield from ((keys, each) for keys, each in found if helps(config, keys, cuda))
+
+
+def remedies(config: Config, global_batch: int, cuda: bool, training: bool = True) -> list[str]:
+    """The same in words. training: False before the first step, where nothing is held for a backward pass yet."""
+    found = [each for each in ways(config, global_batch, cuda) if training or each[1].saves == "state"]
+    offload = f"; or {spelled(OFFLOAD)}, which is slower" if helps(config, OFFLOAD, cuda) else ""
+    more = f"a larger parallelism.data_parallel_shard_degree, on more GPUs{offload}"
+    return [*(f"{spelled(keys)}: {each.cost}" for keys, each in found), more]
 
 
 def spelled(keys: dict[str, Any]) -> str:

@@ -182,7 +182,7 @@ def replication_factor(tensor: Tensor) -> int:
 
 _OWN, _NO_SKIP = 'optimizer.name has ":"', "an optimizer of your own does not skip a step on the device"
 _NOT_FUSED = 'optimizer.implementation != "fused"'
-_CONFLICTS: tuple[Conflict, ...] = (
+CONFLICTS: tuple[Conflict, ...] = (
     ('optimizer.name = "Muon"', "lora.enable = true", 'it would orthogonalize frozen matrices; use "AdamW"'),
     ('optimizer.name = "Muon"', "parallelism.cpu_offload = true", 'the CPU would multiply whole matrices; use "AdamW"'),
     ('training.mixed_precision_param != "bfloat16"', 'training.dtype = "bfloat16"', "the parameters are no more precise"),
@@ -199,7 +199,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
 
 def faults(config: Config) -> Iterator[str]:
     """Options of the optimizer that exclude each other, or that precision or machine exclude."""
-    yield from conflicts(config, _CONFLICTS)
+    yield from conflicts(config, CONFLICTS)
     cfg, on_cpu = config.optimizer, config.parallelism.cpu_offload or not torch.cuda.is_available()
     which = 'optimizer.name = "Muon"' if cfg.name == "Muon" else 'training.dtype = "bfloat16"'
     if (config.training.dtype == "bfloat16" or cfg.name == "Muon") and cfg.implementation == "fused" and on_cpu:

@@ -57,7 +57,8 @@ def apply_fsdp(
     kept = policy == "never" or (policy == "default" and parallelism.pipeline_parallel_degree > 1)
     of_block = policy if isinstance(policy, int) else not kept
     of_head = False if policy == "default" else of_block
-    offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
+    pinned = mesh.device_type == "cuda"  # and not in a prediction
+    offload = CPUOffloadPolicy(pin_memory=pinned) if parallelism.cpu_offload else OffloadPolicy()
     shards = fsdp_mesh(mesh)
     options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
     # what FSDP2 reshards over fewer ranks it splits along the first dimension

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.attention import SeqInfo
 from models.decoder import Decoder
+from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
 from titanlite.ground.torch_private import BEFORE_2_13, with_children
 from titanlite.launch.process import of_all_ranks
@@ -302,6 +303,11 @@ def unsplittable(family: Family, degree: int) -> str:
     return not_carried(family)
 
 
+CONFLICTS: tuple[Conflict, ...] = (
+    ("parallelism.pipeline_parallel_degree > 1", "parallelism.cpu_offload = true", "it is not supported; set one of them back"),
+)
+
+
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Models that cannot be cut into so many stages, options that need a whole model."""
     cfg = config.parallelism
@@ -320,8 +326,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
             f"{key}: parallelism.fsdp_reshard_after_forward = {cfg.fsdp_reshard_after_forward!r}: between microbatches, a "
             'pipeline keeps what it has gathered; use "default"'
         )
-    if cfg.cpu_offload:
-        yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
+    yield from conflicts(config, CONFLICTS)
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from titanlite.config.effects import EffectiveWhen, Hardware
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
+from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.plan.shape import Shape
@@ -47,9 +48,11 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         raise UserError(f'training.mixed_precision_param = "float32": {remedy}')
     family = family_of(config.model)
     model = on_meta(family, config)
-    if frozen := [name for name, each in model.named_parameters() if not each.requires_grad]:
+    parameters = [*model.named_parameters()]
+    if frozen := [name for name, each in parameters if not each.requires_grad]:
         how = "is frozen, by lora.enable, optimizer.groups or the model itself"
         raise UserError(f"{frozen[0]}: {how}; plan does not know frozen weights; compare meshes with titanlite estimate")
+    values = sum(p.numel() for _, p in parameters)
     return Job(
         Shape.of(family, model, training.seq_len),
         known,
@@ -61,6 +64,7 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         async_tp=config.parallelism.enable_async_tensor_parallel,
         reshard=config.parallelism.fsdp_reshard_after_forward != "never",
         weight_bytes=DTYPES[training.dtype].itemsize,
+        state_bytes=sum(p.numel() * state_bytes(name, p, config.optimizer) for name, p in parameters) / values,
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
         item=item,
         gathered=1 if config.float8.enable and config.float8.enable_fsdp_float8_all_gather else item,

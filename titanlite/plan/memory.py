@@ -9,7 +9,7 @@ from models.decoder import Decoder
 from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.loop.memory import GIB, machine_memory
-from titanlite.loop.remedies import REMEDIES, spelled
+from titanlite.loop.remedies import OFFLOAD, helps, spelled, ways
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import reduces_once, resolve_degrees
 from titanlite.parallel.pipeline import StageAssignment, assign_stages
@@ -39,6 +39,7 @@ def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssign
     apart = _experts(model)
     # with one microbatch, each block's are reduced at once
     late = reduces_once(config) and config.microbatches(degrees["dp_replicate"] * degrees["dp_shard"]) > 1
+    late = late and not config.parallelism.cpu_offload  # they wait on the device, and this is about the host's memory
     total = 0
     for name, p in model.named_parameters():
         if not share.has(name):
@@ -82,8 +83,8 @@ def check_of(local_ranks: int) -> Check:
 
 def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iterator[str]:
     """A GPU, or the machine's memory, that cannot hold what `local_ranks` of `ranks` ranks keep there; with what fits."""
-    offload = config.parallelism.cpu_offload
-    on_gpu = torch.cuda.is_available() and not offload
+    cuda = torch.cuda.is_available()
+    on_gpu = cuda and not config.parallelism.cpu_offload
     if on_gpu:  # its size, since asking for what is free takes a context, which a start would wait for
         devices = range(torch.cuda.device_count())
         room, where = min(torch.cuda.get_device_properties(each).total_memory for each in devices), "a GPU of this machine"
@@ -91,9 +92,9 @@ def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iter
         room, where = machine_memory() // local_ranks, f"this machine, for each of {local_ranks} ranks,"
     kept = kept_bytes(config, model, ranks)
     if kept > room:
-        fitting = [f"{way} ({size / GIB:.1f} GiB)" for way, size in _ways(config, ranks, room) if size <= room]
-        if on_gpu and kept * local_ranks <= machine_memory():
-            fitting.append("parallelism.cpu_offload = true, which is slower")
+        fitting = [f"{way} ({size / GIB:.1f} GiB)" for way, size in _ways(config, ranks, room, cuda) if size <= room]
+        if helps(config, OFFLOAD, cuda) and kept * local_ranks <= machine_memory():
+            fitting.append(f"{spelled(OFFLOAD)}, which is slower")
         yield (
             f"memory: parameters, gradients and optimizer state take {kept / GIB:.1f} GiB on each rank, and {where} has "
             f"{room / GIB:.1f} GiB; these fit: {', or '.join(fitting) or 'none of the options'}; titanlite estimate "
@@ -101,11 +102,11 @@ def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iter
         )
 
 
-def _ways(config: Config, ranks: int, room: int) -> Iterator[tuple[str, int]]:
+def _ways(config: Config, ranks: int, room: int, cuda: bool) -> Iterator[tuple[str, int]]:
     """Options that leave less to keep, each with the bytes that remain; of more ranks, the first number that fits `room`."""
     family = family_of(config.model)
-    for remedy in REMEDIES:
-        if remedy.saves != "activations" and (keys := remedy.keys(config, 0)):
+    for keys, remedy in ways(config, 0, cuda):
+        if remedy.saves != "activations":
             changed = config.with_keys(keys)
             yield spelled(keys), kept_bytes(changed, on_meta(family, changed), ranks)
     sharded, model = config.with_keys({"parallelism.data_parallel_shard_degree": -1}), on_meta(family, config)

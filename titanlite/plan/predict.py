@@ -16,6 +16,7 @@ from titanlite.config.schema import Compile, Config
 from titanlite.ground.errors import UserError, phase
 from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.loop.distillation import build_teacher
+from titanlite.optim.state import state_bytes
 from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.fsdp import GradientSync, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
@@ -114,23 +115,31 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
         return of_worst_rank(whole, parameters, measured, recorded, flow)
     passes = recorded.work(lambda scope: layers.times(scope) if scope in layers.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
-    deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
-    accumulated = gradients if accumulates else 0
-    # FSDP2 accumulates unreduced gradients in the precision of the reduction.
-    if accumulates and deferred.shards:
-        accumulated = reduced * unsharded(config, model)
-    elif accumulates and deferred.replicas and replicas > 1:
-        waiting = {id(p) for unit in waiting_units(model) for p in unit.parameters()}
-        accumulated = sum((reduced if id(p) in waiting else p.dtype.itemsize) * local_part(p).numel() for p in trained(model))
+    waiting = waiting_gradients(config, model, replicas) if accumulates else None
+    accumulated = (gradients if waiting is None else waiting) if accumulates else 0
     states = MemoryEstimate(masters + of_teacher, accumulated, update.state, 0, 0)
-    moments = [
-        *through_layers(layers, held, states),
-        Moment("update", "optimizer", states._replace(gradients=gradients, working=update.working)),
-    ]
-    if offload:
-        moments = [each._replace(memory=each.memory._replace(masters=0, gradients=0, moments=0)) for each in moments]
+    moments, updating = through_layers(layers, held, states), states._replace(gradients=gradients, working=update.working)
+    if offload:  # the host has the states and updates them; gradients that wait for their reduction are on the device
+        on_device = {"masters": 0, "gradients": waiting or 0, "moments": 0}
+        moments = [each._replace(memory=each.memory._replace(**on_device)) for each in moments]
+        updating = MemoryEstimate(0, 0, 0, 0, 0)
+    moments.append(Moment("update", "optimizer", updating))
     host = sum(on_host[equal] for equal in layers.stands_for.values())
     return Prediction(parameters, moments, passes.plus(update.work), host)
+
+
+def waiting_gradients(config: Config, model: Decoder, replicas: int) -> int | None:
+    """Bytes of gradients that wait for the reduction of the last microbatch, or None where each microbatch's are reduced.
+
+    FSDP2 accumulates unreduced gradients in the precision of the reduction, on the device.
+    """
+    deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
+    if deferred.shards:
+        return reduced * unsharded(config, model)
+    if deferred.replicas and replicas > 1:
+        waiting = {id(p) for unit in waiting_units(model) for p in unit.parameters()}
+        return sum((reduced if id(p) in waiting else p.dtype.itemsize) * local_part(p).numel() for p in trained(model))
+    return None
 
 
 class Measured(NamedTuple):
@@ -144,8 +153,8 @@ class Measured(NamedTuple):
     microbatches: int
 
     def part_of(self, share: StageAssignment) -> float:
-        """The bytes of a share's parameters, of all."""
-        sizes = {name: local_bytes(parameter) for name, parameter in self.model.named_parameters()}
+        """The bytes of a share's trained parameters, of all."""
+        sizes = {name: local_bytes(p) for name, p in self.model.named_parameters() if p.requires_grad}
         return sum(size for name, size in sizes.items() if share.untied().has(name)) / sum(sizes.values())
 
 
@@ -187,8 +196,10 @@ def moments_of(
 ) -> list[Moment]:
     """What a rank of a pipeline holds. whole: the model on the meta device. received: by each stage, for a microbatch."""
     training, part, held = config.training, measured.part_of(share), measured.held
-    own = [(p.requires_grad, local_bytes(p)) for name, p in measured.model.named_parameters() if share.untied().has(name)]
-    states = MemoryEstimate(sum(size for _, size in own), 0, round(measured.update.state * part), 0, 0)
+    own = [(name, p) for name, p in measured.model.named_parameters() if share.untied().has(name)]
+    trained = [(name, p) for name, p in own if p.requires_grad]
+    of_optimizer = sum(local_part(p).numel() * state_bytes(name, p, config.optimizer) for name, p in trained)
+    states = MemoryEstimate(sum(local_bytes(p) for _, p in own), 0, of_optimizer, 0, 0)
     kept, gradients, last = dict[int, int](), dict[int, int](), len(received) - 1
     for number, blocks in share.stages.items():
         stage = share._replace(stages={number: blocks}, embed=number == 0, head=number == last)
@@ -211,9 +222,7 @@ def moments_of(
         phase, beside = phases[action.kind]
         memory = states._replace(gradients=made, activations=activations + always, working=beside)
         moments.append(Moment(phase, f"stage {action.stage}, microbatch {action.number}", memory))
-    update = states._replace(
-        gradients=sum(size for trained, size in own if trained), working=round(measured.update.working * part)
-    )
+    update = states._replace(gradients=sum(local_bytes(p) for _, p in trained), working=round(measured.update.working * part))
     return [*moments, Moment("update", "optimizer", update)]
 
 
@@ -256,8 +265,8 @@ def compiles(config: Config, component: str) -> bool:
 
 
 def as_measured(config: Config) -> Config:
-    """The same run without offloading, with an attention kernel that this machine has, and where blocks are compiled, without
-    inductor's code: they are partitioned as inductor does it, and the operations of both graphs run one by one."""
+    """The same run with an attention kernel that this machine has, and where blocks are compiled, without inductor's code: they
+    are partitioned as inductor does it, and the operations of both graphs run one by one."""
     attention = "math" if config.model.attention == "math" else "auto"  # the one kernel that keeps all scores
     register_backend()
     compile = Compile(enable=True, components=["model"], backend=PARTITIONED) if compiles(config, "model") else Compile()
@@ -265,7 +274,7 @@ def as_measured(config: Config) -> Config:
         update={
             "compile": compile,
             "model": config.model.model_copy(update={"attention": attention}),
-            "parallelism": config.parallelism.model_copy(update={"cpu_offload": False, "enable_async_tensor_parallel": False}),
+            "parallelism": config.parallelism.model_copy(update={"enable_async_tensor_parallel": False}),
         }
     )
 

@@ -77,5 +77,5 @@ def limits(config: Config, routing: str = "balanced") -> list[str]:
     if config.compile.enable and config.parallelism.enable_async_tensor_parallel:
         found.append("enable_async_tensor_parallel: the compiler splits collectives of tp into pieces; here they are whole")
     if config.parallelism.cpu_offload:
-        found.append("cpu_offload: masters, gradients and moments are in host memory; copies to and from it are left out")
+        found.append("cpu_offload: masters, moments and reduced gradients are on the host; copies to and from it are left out")
     return found

@@ -260,16 +260,18 @@ def _forward_backward(model: Decoder, setup: Setup, microbatches: int) -> None:
 @contextmanager
 def _kernels_of(setup: Setup) -> Iterator[None]:
     """The device's attention, and its norms in blocks that are not compiled; masks of FlexAttention take no memory."""
-    before = attention.attend, attention.dense_mask, F.rms_norm
+    before = attention.attend, attention.attend_by_parts, attention.dense_mask, F.rms_norm
     if setup.device_type == "cuda":
-        attention.attend = partial(_attend_on_cuda, elsewhere=attention.attend)
+        attention.attend = attend = partial(_attend_on_cuda, elsewhere=attention.attend)
+        # a GPU has a block mask for the keys of other ranks, and no kernel of its own
+        attention.attend_by_parts = lambda q, k, v, split, scale: attend(q, k, v, None, scale, None)
         attention.dense_mask = lambda documents, *_: documents.new_ones(1, 1, 1, 1, dtype=torch.bool)
         if not setup.config.compile.enable:
-            F.rms_norm = lambda x, _, weight, __: _FusedNorm.apply(x, weight)  # type: ignore[assignment, misc]
+            F.rms_norm = _rms_norm
     try:
         yield
     finally:
-        attention.attend, attention.dense_mask, F.rms_norm = before
+        attention.attend, attention.attend_by_parts, attention.dense_mask, F.rms_norm = before
 
 
 def _attend_on_cuda(
@@ -298,18 +300,23 @@ def _attend_on_cuda(
     return out * (log_sum.view(out.shape[:-1]) - sinks[:, None]).sigmoid()[..., None].type_as(out)
 
 
+def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """F.rms_norm with the memory of CUDA's fused kernel; a CPU has several operations."""
+    return _FusedNorm.apply(input, weight, len(normalized_shape))
+
+
 class _FusedNorm(torch.autograd.Function):
-    """The memory of CUDA's fused RMSNorm, which keeps its input and one number for each row. A CPU has several operations."""
+    """Keeps its input and one number for each row of `dimensions` dimensions."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x, dtype=torch.result_type(x, weight))
+    def forward(ctx, x: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-dimensions], dtype=torch.float32))
+        return torch.empty_like(x, dtype=x.dtype if weight is None else torch.result_type(x, weight))
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None
 
 
 # The head's kernels as inductor fuses them: they write their results and no float32 copy of the logits.

@@ -136,6 +136,7 @@ class Job(NamedTuple):
     async_tp: bool = False
     reshard: bool = True  # parameters are gathered for the backward pass again (ZeRO-3)
     weight_bytes: int = 4  # of a value of the parameters that the optimizer updates
+    state_bytes: float = 8.0  # that the optimizer and an EMA keep for a parameter's value, on average
     reduce_bytes: int = 4  # of a gradient while it is reduced
     item: int = 2  # bytes of a value that is computed: bfloat16, or 4 of float32
     gathered: int = 2  # bytes of a value of the blocks' parameters that FSDP gathers
@@ -342,8 +343,8 @@ def step(job: Job, choice: Choice) -> Seconds:
         link = (device.network_gb_per_second or device.nvlink_gb_per_second) * LINK * 1e9
         between = job.item * tokens * shape.dim / choice.tp / link + _NETWORK_HOP
         sends = 2 * microbatches * choice.stages * between
-    # parameters, gradients and two moments are read, all but gradients written; the norm reads gradients once more
-    update = 8 * job.weight_bytes * values / (device.memory_gb_per_second * 1e9)
+    # parameters, gradients and state are read, all but gradients written; the norm reads gradients once more
+    update = (4 * job.weight_bytes + 2 * job.state_bytes) * values / (device.memory_gb_per_second * 1e9)
     of_head = microbatches / choice.pp
     return Seconds(
         own[0] + head * of_head, own[5], own[1] + logits * of_head, fsdp, own[2], own[3], own[4], bubble, sends, update
@@ -362,7 +363,7 @@ def memory(job: Job, choice: Choice) -> float:
     shape, microbatches = job.shape, job.microbatches(choice)
     tokens = choice.microbatch * job.seq_len / (choice.cp * choice.tp)
     share = math.ceil(shape.depth / choice.pp)  # layers of a rank
-    states = 4 * job.weight_bytes * parameters_of_rank(job, choice)
+    states = (2 * job.weight_bytes + job.state_bytes) * parameters_of_rank(job, choice)
     kept, widest, gathered = 0.0, 0.0, 0.0
     for layer, often in shape.layers:
         rows = sum(each.times * each.rows for each in layer.matrices)

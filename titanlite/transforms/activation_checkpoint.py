@@ -188,7 +188,7 @@ def model_faults(config: Config, model: Decoder) -> Iterator[str]:
         )
 
 
-_CONFLICTS: tuple[Conflict, ...] = (
+CONFLICTS: tuple[Conflict, ...] = (
     (
         *("activation_checkpoint.sequence_chunks > 1", "parallelism.tensor_parallel_degree > 1"),
         "a part of the sequence would be split over the ranks once more; use context parallelism, or set it to 1",
@@ -198,7 +198,7 @@ _CONFLICTS: tuple[Conflict, ...] = (
 
 def faults(config: Config) -> Iterator[str]:
     """A memory budget without the compiler; parts of a sequence that tensor parallelism splits too, or more than its tokens."""
-    yield from conflicts(config, _CONFLICTS)
+    yield from conflicts(config, CONFLICTS)
     chunks, ranks = config.activation_checkpoint.sequence_chunks, config.parallelism.context_parallel_degree
     if chunks > (tokens := config.training.seq_len // ranks):
         shared = f" / context_parallel_degree = {config.training.seq_len} / {ranks}" if ranks > 1 else ""

@@ -85,7 +85,7 @@ def measure_weights(model: nn.Module) -> None:
 
 
 _GATHER = "float8.enable_fsdp_float8_all_gather = true"
-_CONFLICTS: tuple[Conflict, ...] = (
+CONFLICTS: tuple[Conflict, ...] = (
     ("float8.enable = true", "lora.enable = true", "adapters do not multiply in float8; set one of them to false"),
     ("float8.enable = true", 'float8.emulate = false and training.mixed_precision_param != "bfloat16"', 'use "bfloat16"'),
     ("float8.enable = true", 'training.mixed_precision_param = "float16" and float8.emulate = true', 'use "bfloat16"'),
@@ -100,7 +100,7 @@ def faults(config: Config) -> Iterator[str]:
     cfg = config.float8
     if not cfg.enable:
         return
-    yield from conflicts(config, _CONFLICTS)
+    yield from conflicts(config, CONFLICTS)
     if importlib.util.find_spec("torchao") is None:
         yield "float8.enable = true: needs torchao, which is not installed: pip install 'titanlite[float8]'"
     least = (8, 9) if cfg.recipe_name == "tensorwise" else (9, 0)
