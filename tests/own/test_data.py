@@ -283,6 +283,15 @@ def test_a_stream_without_reshard_is_refused_on_another_number_of_data_ranks(poo
         run(pools, ONE, tmp_path, 8, "tests.own.data_parts:Fixed")
 
 
+def test_a_stream_whose_states_are_gone_since_other_data_came_is_refused(pools, tmp_path):
+    """It would begin again, and its rows would be read twice."""
+    allowed = {"checkpoint": {"allow_changes": ["data", "model.source"]}}
+    for dataset, steps in ((WALKS, 4), (SUMS, 6)):
+        run(pools, ONE, tmp_path, steps, dataset, **allowed)
+    with pytest.raises(WorkerFailure, match=r"has read 32 samples of .*Walks.* before other data.*initial_load_path"):
+        run(pools, ONE, tmp_path, 8, WALKS, **allowed)
+
+
 def test_a_resume_with_other_options_is_refused_like_one_with_other_files(pools, tmp_path):
     run(pools, ONE, tmp_path, 4, SUMS)
     with pytest.raises(WorkerFailure, match=r"(?s)data = 'tests.own.parts:Sums: .*--checkpoint\.allow_changes data"):

@@ -156,8 +156,30 @@ def test_show_refuses_the_batch_of_other_ranks_where_a_run_has_no_checkpoints(ca
     start = {"time": "2026-11-28T12:00:00", "command": ["titanlite"], "global_batch": 16}
     (tmp_path / "run" / "provenance.json").write_text(json.dumps([start]))
     words = ("show", "--step", "3", "--job.dump_folder", "run")
-    assert "--ranks: the run in run has a global batch of 16 sequences, and this" in refusal(capsys, run, *words)
+    assert "the run in run has a global batch of 16 sequences, and this" in refusal(capsys, run, *words)
     assert run(*words, "--training.global_batch_size", "16")
+
+
+def test_show_refuses_what_a_run_did_otherwise_after_its_last_checkpoint(config, capsys, run, changed, tmp_path):
+    """It saved step 6 and did step 7 with a batch of 4; later steps are shown as this configuration will read them."""
+    data = open_data(read_config(str(config), changed[6][0]), vocabulary_of(read_config(str(config), changed[6][0]).model))
+    start = {"time": "2026-11-28T12:00:00", "command": ["titanlite"], "global_batch": 4, "data": data.describe()}
+    (tmp_path / "run" / "provenance.json").write_text(json.dumps([start]))
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 7, "loss": 1.0}) + "\n")
+    words = ("show", *changed[8][0], "--metrics.log_freq", "1")
+    assert "has a global batch of 4" in refusal(capsys, run, *words, "--step", "8", "--training.global_batch_size", "8")
+    first = ("show", *changed[2][0], "--metrics.log_freq", "1")
+    assert "step 7: the run in run reads other sources or weights since its latest start: text 75.00%, more" in refusal(
+        capsys, run, *first, "--step", "7"
+    )
+    assert run(*words, "--step", "7") and run(*first, "--step", "9")
+
+
+def test_files_are_verified_without_the_ranks_of_a_mesh(run):
+    """Those of many recipes were refused: their degrees do not divide one rank."""
+    assert ": sound" in run(
+        "verify", "--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2"
+    )
 
 
 def test_show_continues_where_a_rollback_continued(run, changed, tmp_path):

@@ -51,6 +51,17 @@ def test_the_later_layer_counts(tmp_path, lower, higher):
         assert config.layers[key].number == {"base": -1, "file": 0, "option": 1}[higher], key
 
 
+def test_a_table_of_a_later_layer_replaces_a_value_that_is_none(tmp_path):
+    key, given = "model.overrides.rope_scaling", {"factor": 16}
+    for layers in (
+        {"base": {key: '"none"'}, "file": {f"{key}.factor": "16"}},
+        {"file": {key: '"none"'}, "option": {f"{key}.factor": "16"}},
+    ):
+        assert read(tmp_path, **layers).model.overrides == {"rope_scaling": given}, layers
+    with pytest.raises(UserError, match=r"training\.steps"):
+        read(tmp_path, file={"training.steps": "5"}, option={"training.steps.x": "5"})
+
+
 def test_a_table_and_a_key_in_it_are_two_names_in_one_layer(tmp_path):
     for words in (["{ n_layers = 3 }", "5"], ["{}", "5"]):
         options = {"model.overrides": words[0], "model.overrides.dim": words[1]}

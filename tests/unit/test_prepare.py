@@ -1,5 +1,6 @@
 """From text to token files: what is written, in which shards, and how unfinished work is continued."""
 
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -168,6 +169,35 @@ def test_skipped_documents_are_counted_and_all_listed_in_order(tmp_path, tokeniz
     assert [(Path(entry["file"]).name, entry["line"]) for entry in listed] == expected
     assert listed[1]["reason"] == "a chat, but the tokenizer's folder has no chat template"
     assert manifest["skipped"] == 4
+
+
+def test_a_fault_that_quotes_bytes_that_are_not_utf8_is_listed(tmp_path, tokenizer):
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    (tmp_path / "b.csv").write_bytes(b"Gr\xf6\xdfe,n\n1,2\n")
+    _prepare([tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "out", tokenizer, on_error="skip")
+    [entry] = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    assert r"Gr\udcf6\udcdfe" in entry["reason"]
+
+
+def test_inputs_that_cannot_be_written_about_or_listed_are_refused_before_any_work(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "in/b").mkdir(parents=True)
+    (tmp_path / "in/b/one.txt").write_text("one")
+    (latin := tmp_path / "in" / os.fsdecode(b"caf\xe9.txt")).write_text("two")
+    with pytest.raises(UserError, match=r"caf\\udce9.txt': its name is not in UTF-8"):
+        _prepare(tmp_path / "in", tmp_path / "out", tokenizer)
+    latin.rename(tmp_path / "in/two.txt")
+    scandir = os.scandir
+
+    def refusing(path: str) -> Any:  # as for a user who may not read it; root may
+        if str(path).rstrip("/").endswith("in/b"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for name in (tmp_path / "in", tmp_path / "in/**/*.txt"):
+        with pytest.raises(UserError, match=r"in/b cannot be read: Permission denied"):
+            _prepare(name, tmp_path / "out", tokenizer)
+    assert os.listdir(tmp_path) == ["in"]
 
 
 def test_a_text_that_the_tokenizer_cannot_encode_is_named_among_others(tmp_path):

@@ -72,9 +72,11 @@ def read_config(path: str | Path | None, options: list[str]) -> Config:
     for key, text in texts.items():
         *tables, name = _path(key)
         table: Any = values
-        for above in tables:
+        for depth, above in enumerate(tables):
+            if depth and isinstance(table, dict) and not isinstance(table.get(above), dict):
+                table[above] = {}  # in place of a value, as a file's table replaces its base's value
             table = table.setdefault(above, {}) if isinstance(table, dict) else None
-        if isinstance(table, dict):  # anything else is a fault of the file, reported below
+        if isinstance(table, dict):  # a section that is none is a fault of the file, reported below
             table[name] = _parse_value(key, text)
             _note(origins, (*tables, name), table[name], OPTION)
     try:

@@ -58,6 +58,16 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path, Annotated[_Entry | _RollbackEntry, Field(discriminator="kind")])
 
 
+class _Source(FileSchema):
+    name: str
+    fingerprint: str
+    share: float
+
+
+class _Data(FileSchema):
+    sources: list[_Source]
+
+
 class _Start(FileSchema):
     """What an entry of provenance.json must hold."""
 
@@ -65,6 +75,7 @@ class _Start(FileSchema):
     command: list[str]
     global_batch: Positive | None = None
     resumed_step: Count = 0
+    data: _Data | None = None
     compared: dict[str, Any] = Field(default={})  # with a replay; earlier versions have none
     model_source: dict[str, Any] | None = None
     own_source: dict[str, Any] = Field(default={})  # earlier versions have none

@@ -240,6 +240,12 @@ def _progress(run: RunIdentity, source: Path, numbers: dict[str, Any]) -> Progre
     optional: dict[str, Any] = {name: numbers[name] for name in ("loss_sum", "loss_count", "run") if name in numbers}
     if run.data.stream:  # another stream begins at its beginning
         same = now.mixture == earlier.segments[-1].mixture
+        if not same and (read := now.sources[0].drawn):
+            raise UserError(
+                f"{source}: the run has read {read:,} samples of {run.data.stream.name} before other data. The stream's state "
+                "then is not in this checkpoint, so that it would begin again. Begin a new run from the weights: "
+                "checkpoint.initial_load_path"
+            )
         optional["stream"] = Position(numbers["samples"], numbers.get("stream", []) if same else [])
     return Progress(numbers["step"], timeline, **optional)
 

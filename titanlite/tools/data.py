@@ -5,7 +5,7 @@ titanlite data verify CONFIG.toml [--section.key value ...]
 `show` prints the documents and the text of a step's batch, for one rank or for all. `verify` reads all token files of training
 and validation: checksums, index, ids. `stats` does that for training, and prints what each source has, how much of it the run
 will use, and how often. None of them trains or starts a process group. If job.dump_folder has checkpoints of a run, they
-determine which samples of each source came before a step.
+determine which samples of each source came before a step. Without --ranks, there are as few as the mesh allows.
 """
 
 import argparse
@@ -33,9 +33,10 @@ from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import CONFIG, INCIDENTS, PROVENANCE, read_entries, read_starts
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
-from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
+from titanlite.parallel.mesh import DEGREES, DIMENSIONS, part_of_rank, parts_of, resolve_degrees
 from titanlite.registry.family import vocabulary_of
 from titanlite.tools.options import RANKS, STEPS, WholeNumber, command_parser, config_parser, read_command
+from titanlite.tools.replay import furthest
 
 _AT_ONCE = 2**22  # tokens
 _BAR = 40  # characters of the longest bar of a histogram
@@ -52,17 +53,31 @@ def main() -> None:
 
 def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Config, dict[str, int]]:
     """The options of a command, its checked configuration, and the degrees of its mesh."""
+    parser.set_defaults(ranks=None)
     options, path, config = read_command(parser, words)
     of_a_run = Path(path).name == CONFIG and (Path(path).parent / PROVENANCE).is_file()
     if of_a_run and config.layers.get("job.dump_folder") != OPTION:  # the run's folder, wherever this command is started
         config = config.with_keys({"job.dump_folder": str(Path(path).parent)})
-    check(config, path, options.ranks, elsewhere=not torch.cuda.is_available())
-    return options, config.settled(Hardware()), resolve_degrees(config.parallelism, options.ranks)
+    fixed = (getattr(config.parallelism, DEGREES[name]) for name in DIMENSIONS)
+    ranks = options.ranks or math.prod(degree for degree in fixed if degree > 0)
+    check(config, path, ranks, elsewhere=not torch.cuda.is_available())
+    return options, config.settled(Hardware()), resolve_degrees(config.parallelism, ranks)
 
 
-def _saved(config: Config) -> list[int]:
-    """The steps of the checkpoints in job.dump_folder."""
-    return list_steps(Path(config.job.dump_folder) / config.checkpoint.folder) if config.checkpoint.enable else []
+def _as_started(config: Config, data: Data, step: int, size: int) -> None:
+    """Raises UserError where the run may have done a step, which no checkpoint has, with another batch or other sources."""
+    folder = Path(config.job.dump_folder)
+    start = next((each for each in reversed(read_starts(folder)) if each.get("global_batch")), None)
+    if start is None or step > furthest(folder, config, read_entries(folder / INCIDENTS)):
+        return
+    where = f"step {step}: the run in {folder}"
+    if start["global_batch"] != size:
+        text = f"has a global batch of {start['global_batch']} sequences, and this configuration one of {size}"
+        raise UserError(f"{where} {text}; set --ranks or training.global_batch_size to the run's, or name another folder")
+    described = [told["sources"] for told in (start.get("data"), data.describe()) if told]
+    if len({tuple((each["fingerprint"], each["share"]) for each in sources) for sources in described}) > 1:
+        names = ", ".join(f"{each['name']} {each['share']:.2%}" for each in described[0])
+        raise UserError(f"{where} reads other sources or weights since its latest start: {names}; set these")
 
 
 def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
@@ -72,7 +87,8 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
     """
     folder = Path(config.job.dump_folder)
     saves = folder / config.checkpoint.folder
-    if not (steps := _saved(config)):
+    if not (steps := list_steps(saves) if config.checkpoint.enable else []):
+        _as_started(config, data, step, size)
         return data.timeline(size)
     number = next((each for each in steps if each >= step), steps[-1])
     source = step_folder(saves, number)
@@ -80,6 +96,7 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
     manifest.check_run(source, found)
     timeline = stored(found.numbers, str(source))
     if number < step:
+        _as_started(config, data, step, size)
         entries = read_entries(folder / INCIDENTS)
         timeline = timeline.resumed(number, size, data.mixture).after(number, divergence.rollbacks(entries))
     segment, _ = timeline.at(step)
@@ -107,12 +124,6 @@ def _show(words: list[str]) -> Iterator[str]:
         raise UserError(f"--rank {options.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
     data, tokenizer = open_data(config, vocabulary_of(config.model)), open_tokenizer(config.model.hf_assets_path)
     size = config.global_batch(data_ranks)
-    batches = [start["global_batch"] for start in read_starts(Path(config.job.dump_folder)) if start.get("global_batch")]
-    if batches and batches[-1] != size and not _saved(config):
-        text = f"has a global batch of {batches[-1]} sequences, and this configuration one of {size}"
-        raise UserError(
-            f"--ranks: the run in {config.job.dump_folder} {text}; set --ranks to the run's, or name another folder"
-        )
     timeline = _timeline(config, data, options.step, size)
     parts = range(data_ranks) if options.rank is None else [part_of_rank(degrees, options.rank)]
     for part in parts:

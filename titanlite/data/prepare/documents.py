@@ -49,6 +49,8 @@ def list_inputs(names: list[str], key: str = "--input", warn: Callable[[str], ob
     sources = [entry for name in names for entry in _find(name, key, warn)]
     seen: set[str] = set()
     for path, _, _, _ in sources:
+        if path.encode("utf-8", "replace").decode() != path:
+            raise UserError(f"{key}: {path!a}: its name is not in UTF-8, as the manifest of the output is; rename it")
         if path in seen:
             raise UserError(f"{key}: {path} is named twice; its documents would be in the data twice")
         seen.add(path)
@@ -95,6 +97,8 @@ def _find(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
         if os.path.exists(path):
             _refuse_unknown(path, key)
             return [_find_file(path)]
+        if "**" in path:  # glob passes over folders that it cannot read
+            _files_of(re.split(r"[^/]*[*?[]", path, maxsplit=1)[0])
         matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []  # not a link that leads nowhere
         datasets = {match for match in matches if _is_dataset(match)}
         # a folder among them is not walked: it is left out by name, except with "**", which matches its files too
@@ -133,13 +137,28 @@ def _find_in_folder(path: Path, key: str, warn: Callable[[str], object]) -> list
         return [_find_dataset(str(path))]
     if saved := sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder))):  # the splits of one, or several
         raise UserError(f"{key} {path}: holds the datasets {', '.join(saved)}; name one, such as {path / saved[0]}")
-    # without hidden files, and those of hidden folders: a clone brings .git, a download .cache
-    visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
     # a link to a folder is not followed, and one may lead nowhere: they are left out by name, or refused
-    files = [str(file) for file in sorted(visible) if file.is_file() or file.is_symlink()]
+    files = [str(file) for file in sorted(_files_of(str(path))) if file.is_file() or file.is_symlink()]
     if not files:
         raise UserError(f"{key} {path}: the folder has no files")
     return [_find_file(file) for file in _known(files, str(path), key, warn)]
+
+
+def _files_of(folder: str) -> list[Path]:
+    """The files, and links to folders, under a folder, without hidden ones: a clone brings .git, a download .cache.
+
+    Raises OSError for a folder that cannot be read: a part of the data would be missing, and nothing would say so.
+    """
+    found: list[Path] = []
+    for above, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(above, name))]
+        found += [Path(above, name) for name in (*names, *links) if not name.startswith(".")]
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _find_file(path: str) -> _Entry:

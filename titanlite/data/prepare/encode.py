@@ -270,6 +270,7 @@ class _Encoder:
     def _refuse(self, number: int, bad: Bad) -> None:
         part = self.unit.parts[number]
         file, line = where(part, bad.location)
+        reason = bad.reason.encode("utf-8", "backslashreplace").decode()  # it may quote bytes that are no UTF-8
         if not self.job.skip:
-            raise BadDocument(f"{describe_location(file, line)}: {bad.reason}")
-        self.record.skipped.append(Skipped(file=file, line=line, reason=bad.reason))
+            raise BadDocument(f"{describe_location(file, line)}: {reason}")
+        self.record.skipped.append(Skipped(file=file, line=line, reason=reason))
