@@ -6,7 +6,7 @@ of sigmoids with a bias; the first layers are dense. Files' layers of multi-toke
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Config:
     expert_dim: int  # the hidden width of one expert
     n_experts: int
     top_k: int  # experts of a token
-    dense_layers: int = 1  # so many first layers have no experts
+    dense_layers: int = field(default=1, metadata={"least": 0})  # so many first layers have no experts
     shared_experts: int = 1  # their widths added are that of the layer that every token uses
     plain_dim: int = 128  # the plain part of a head
     rope_dim: int = 64  # the rotary part, whose keys all heads share
@@ -296,13 +296,13 @@ def from_hf(json: dict[str, Any]) -> Config:
         expert_dim=json["moe_intermediate_size"],
         n_experts=json["n_routed_experts"],
         top_k=json["num_experts_per_tok"],
-        dense_layers=json.get("first_k_dense_replace", 0),
+        dense_layers=json.get("first_k_dense_replace", 3),
         shared_experts=json["n_shared_experts"],
         plain_dim=json["qk_nope_head_dim"],
         rope_dim=json["qk_rope_head_dim"],
         value_dim=json["v_head_dim"],
-        groups=json.get("n_group") or 1,
-        top_groups=json.get("topk_group") or 1,
+        groups=json.get("n_group", 8) or 1,  # null is none
+        top_groups=json.get("topk_group", 4) or 1,
         scale=json.get("routed_scaling_factor", 2.5),
         normalised=json.get("norm_topk_prob", True),
         vocab_size=json["vocab_size"],

@@ -31,7 +31,7 @@ from titanlite.loop.checks import check
 from titanlite.loop.loss import faults
 from titanlite.optim.build import is_orthogonalized
 from titanlite.parallel.mesh import ranks_of
-from titanlite.parallel.tensor import sharding_faults
+from titanlite.parallel.tensor import sharding_faults, styles_of
 from titanlite.plan.predict import predict
 from titanlite.registry.family import family_names, family_of
 from titanlite.tools.open_model import open_model
@@ -48,6 +48,16 @@ def configured(degrees: dict[str, int], flavor: str = "plain", accumulation: int
     training = {"steps": 3, "predict_further": DEPTHS, "predict_further_weight": WEIGHT}
     sections = {**keys, "training": training | keys.get("training", {})}
     return config_of(degrees, sections.pop("flavor", flavor), accumulation, **sections)
+
+
+def test_a_familys_pattern_for_all_norms_is_not_that_of_the_modules(monkeypatch):
+    """Split over tensor parallelism, their hidden states did not fit those of the block: a traceback in the first step."""
+    theirs = tiny.sharding
+    monkeypatch.setattr(tiny, "sharding", lambda config: {"*norm": "sequence", **theirs(config)})
+    config = configured({})
+    family = family_of(config.model)
+    found, wrong = styles_of(on_meta(family, config), family)
+    assert {found[f"further.{name}_norm"] for name in ("3.hidden", "3.embed")} == {"replicate"} and not wrong
 
 
 # -------------------------------------------------------------------------------------------------------------- a plain loop

@@ -109,6 +109,13 @@ class Own:
             raise ValueError(f"dim = {self.dim} is odd")
 
 
+def test_a_field_that_may_be_0_says_so_where_no_flavor_has_0():
+    assert load_family("deepseek_v3", "debug", overrides={"dense_layers": 0}).config.dense_layers == 0
+    for wrong in ({"dense_layers": -1}, {"shared_experts": 0}):
+        with pytest.raises(UserError, match=r"must be (at least 0|greater than 0)"):
+            load_family("deepseek_v3", "debug", overrides=wrong)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -5,7 +5,10 @@ import random
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from tests import tiny
 from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -77,6 +80,19 @@ def test_parameters_that_two_stages_would_train_apart_are_refused():
     assert unsplittable(load_family("tests.forks.tied_by_itself", "plain"), 2) == ""
 
 
+def test_a_tied_embedding_with_more_than_its_weight_is_refused(monkeypatch):
+    """The last stage would have kept an untrained copy of the rest, and saved it."""
+
+    class Model(tiny.Model):
+        def __init__(self, config: tiny.Config):
+            super().__init__(config)
+            self.embed.gain = nn.Parameter(torch.empty(config.dim))
+
+    monkeypatch.setattr(tiny, "Model", Model)
+    assert unsplittable(load_family("tests.tiny", "tied"), 2).startswith("the last stage would have embed.gain beside the tied")
+    assert unsplittable(load_family("tests.tiny", "plain"), 2) == ""
+
+
 @pytest.mark.parametrize(
     "schedule, ranks, microbatches",
     [("GPipe", 4, 6), ("1F1B", 4, 8), ("Interleaved1F1B", 4, 8), ("LoopedBFS", 2, 4)],
@@ -120,7 +136,7 @@ def test_offloading_is_refused():
     config = pipelined(2, cpu_offload=True)
     family = family_of(config.model)
     (fault,) = pipeline_faults(config, family, on_meta(family, config))
-    assert "parallelism.cpu_offload = true is not supported with it" in fault
+    assert "parallelism.pipeline_parallel_degree = 2 with parallelism.cpu_offload = true: it is not supported" in fault
 
 
 def test_a_schedule_that_deadlocks_is_found():

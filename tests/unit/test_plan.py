@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -22,7 +23,7 @@ from titanlite.plan.moments import PHASES
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
 from titanlite.plan.shape import ExpertShape, Layer, Matrix, Shape
-from titanlite.plan.step import Update, measure_update, simulated_ranks
+from titanlite.plan.step import Setup, Update, _kernels_of, measure_update, simulated_ranks
 from titanlite.plan.time import Choice, Job, device_named, step
 from titanlite.registry.family import Family, family_names, family_of, load_family
 
@@ -261,6 +262,31 @@ def test_attention_on_a_gpu_holds_neither_scores_nor_a_mask():
     )
     of_cpu, of_gpu = (predict(config, 1, device).memory.total for device in ("cpu", "cuda"))
     assert of_gpu < of_cpu / 4  # 32 and 365 MB; with scores it would be 359
+
+
+@pytest.mark.parametrize("words", [{}, {"weight": torch.ones(8)}, {"weight": torch.ones(8), "eps": 1e-6}])
+def test_a_gpus_norm_takes_the_arguments_of_pytorchs(words):
+    """A fork's norm without a weight, or with keywords, ended estimate with a TypeError."""
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    expected = F.rms_norm(x, (8,), **words)
+    config = Config()
+    setup = Setup(family_of(config.model), config, None, "cuda", "balanced", False)  # type: ignore[arg-type]
+    with _kernels_of(setup):
+        found = F.rms_norm(x, (8,), **words)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    found.sum().backward()
+    assert x.grad is not None
+
+
+def test_attention_on_a_gpu_is_alike_for_both_methods_of_context_parallelism():
+    """A CPU computes the parts of the keys that a rank needs, and repeats them for each head of the queries."""
+    found = {}
+    for method in ("gather", "ulysses"):
+        keys = {"context_parallel_method": method}
+        config = Case({"cp": 2}, training={"seq_len": 512, "local_batch_size": 1}, parallelism=keys).config()
+        found[method] = predict(config, 2, "cuda")
+    assert found["gather"].work.flops == found["ulysses"].work.flops
+    assert found["gather"].memory.total < 1.2 * found["ulysses"].memory.total
 
 
 def test_a_compiled_kernel_of_an_optimizer_has_no_temporaries(monkeypatch):

@@ -300,7 +300,10 @@ def unsplittable(family: Family, degree: int) -> str:
         return f"no stage has {', '.join(others)}, beside embed, layers and head"
     if len(model.layers) < degree:
         return f"{degree} ranks share {len(model.layers)} blocks"
-    return not_carried(family)
+    if reason := not_carried(family):
+        return reason
+    more = [name for name in model.state_dict() if is_tied(model) and name.startswith("embed.") and name != "embed.weight"]
+    return f"the last stage would have {', '.join(more)} beside the tied weight, and not train it" if more else ""
 
 
 CONFLICTS: tuple[Conflict, ...] = (

@@ -161,8 +161,9 @@ def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[st
     An nn.Identity marks a point in the data flow, for which the table gives a style.
     """
     holders = [name for name, module in model.named_modules() if has_parameters(module) or isinstance(module, nn.Identity)]
-    own = {"further.*": "replicate"} if further_of(model) else {}  # norms and projection work on this rank's tokens
-    return match_table(family.module.sharding(family.config) | own, holders, "sharding")
+    # norms and projection work on this rank's tokens; first, since a family may have a pattern for all norms
+    own = {"further.*": "replicate"} if further_of(model) else {}
+    return match_table(own | family.module.sharding(family.config), holders, "sharding")
 
 
 def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> None:

@@ -9,7 +9,7 @@ import json
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -32,6 +32,8 @@ def _changed(kind: Any, base: Any, table: dict[str, Any], flavors: Sequence[Any]
     """A `kind` with the values of `table`, the others from `base`, if that is not None. Raises UserError with all faults."""
     hints, parameters, faults = typing.get_type_hints(kind), inspect.signature(kind).parameters, []
     names = list(parameters)
+    own = fields(kind) if is_dataclass(kind) else ()
+    least = {each.name: each.metadata["least"] for each in own if "least" in each.metadata}
     values = {} if base is None else {name: getattr(base, name) for name in names}
     for name, value in table.items():
         if name not in names:
@@ -39,6 +41,7 @@ def _changed(kind: Any, base: Any, table: dict[str, Any], flavors: Sequence[Any]
             faults.append(f"{key}.{name} = {json.dumps(value)}: {owner} has no such dimension{hint}")
             continue
         known = [getattr(flavor, name) for flavor in flavors if isinstance(flavor, kind)]
+        known += [least[name]] if name in least else []
         try:
             values[name] = _value(hints[name], values.get(name), value, known, f"{key}.{name}")
         except UserError as error:
@@ -79,7 +82,7 @@ def _value(hint: Any, base: Any, value: Any, known: list[Any], key: str) -> Any:
     except ValidationError as error:
         raise UserError(f"{shown}must be {allowed(error.errors())}") from None
     if _is_number(found) and found not in known:
-        # A flavor that has 0 or -1 shows that the family gives it a meaning.
+        # A flavor that has 0 or -1, or `least` in the field's metadata, shows that the family gives it a meaning.
         least = min(filter(_is_number, known), default=1)
         if isinstance(found, float) and found and not 1e-30 <= abs(found) <= 1e30:
             raise UserError(f"{shown}must be a number that float32 can be multiplied with, from 1e-30 to 1e30")

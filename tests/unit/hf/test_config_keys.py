@@ -24,7 +24,7 @@ _GEMMA = {**_SMALL, "window": 4, "query_scalar": 16}
 _MIXTURE = {**{key: value for key, value in _SMALL.items() if key != "ffn_dim"}, "expert_dim": 16, "n_experts": 4, "top_k": 2}
 _LATENT = {key: value for key, value in _SMALL.items() if key not in ("n_kv_heads", "head_dim")}
 _LATENT |= {"q_rank": 12, "kv_rank": 8, "plain_dim": 6, "rope_dim": 8, "value_dim": 6}
-_LATENT |= {"expert_dim": 16, "n_experts": 4, "top_k": 2}
+_LATENT |= {"expert_dim": 16, "n_experts": 16, "top_k": 2, "groups": 8, "top_groups": 4, "dense_layers": 3}
 _SCALING = llama3.Llama3Scaling(8.0, 1.0, 4.0, 16)
 FAMILIES = {
     "llama": Family(llama3, llama3.Config(**_SMALL, rope_theta=5e3)),
