@@ -20,6 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from titanlite.__main__ import COMMANDS
+from titanlite.config.bounds import LOST
 from titanlite.config.effects import effective_when
 from titanlite.config.read import SECTIONS, entry_schema
 from titanlite.config.tables import Section
@@ -100,7 +101,7 @@ def _carried(name: str, schema: type[Section]) -> str:
     try:
         schema.model_validate({name: 1e-300})
     except ValidationError as error:
-        messages = [fault["msg"] for fault in error.errors() if fault["type"] == "not_carried"]
+        messages = [fault["msg"] for fault in error.errors() if fault["type"] == LOST]
         return messages[0].removeprefix("Input should be ") if messages else ""
     return ""
 

@@ -162,7 +162,7 @@ def row(name: str, report: Report, seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("part", choices=[*PARTS, "mutants", "tests"])
-    parser.add_argument("--only", default="", help="items with this in their names")
+    parser.add_argument("--only", default="", help="items with this in their names; of tests, an expression for pytest -k")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no item after so many minutes")
     parser.add_argument("--again", action="store_true")
     words = parser.parse_args()

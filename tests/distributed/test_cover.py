@@ -1,6 +1,6 @@
 """P1: the mesh does not change the mathematics in any combination: every cell of a table against one process.
 
-`python -m tests.distributed.cover` prints the table; `pytest -k "tp 2"` runs the cells with that in their names.
+`python -m tests.distributed.cover` prints the table; `pytest -k "tp and Qwen"` runs the cells with both in their names.
 """
 
 import shutil

@@ -15,8 +15,10 @@ from models.decoder import Limits
 from tests import words
 from tests.hostile.arguments import run_command
 from titanlite.__main__ import COMMANDS
+from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.loop.own_code import OwnCode
+from titanlite.optim import lr_schedule
 from titanlite.parallel.tensor import STYLES
 
 if sys.version_info >= (3, 11):
@@ -103,6 +105,18 @@ def test_options_of_titanlites_commands_exist():
     assert {name for name in options if f'"--{name}"' not in sources} == set()
 
 
+def test_runs_on_the_pages_have_options_that_are_read_and_a_schedule_that_fits():
+    """CONFIG.toml may be any recipe: a trace of 40 steps was shorter than the warm-up of nearly all."""
+    shown = "\n".join(page.read_text(encoding="utf-8") for page in PAGES).replace("\\\n", "")
+    runs = re.findall(r"run_train\.sh (\S+\.toml)((?: +--[\w.]+ +[^\s`#]+)*) *(# refused)?", shown)
+    assert len(runs) > 30
+    for path, options, refused in runs:
+        if not refused:
+            path = path if path.startswith("train_configs/") else "train_configs/llama_8b.toml"
+            config = read_config(ROOT / path, options.replace("$lr", "1e-3").split())
+            assert not [*lr_schedule.faults(config)], (path, options)
+
+
 def test_every_recipe_is_in_the_table():
     table = (ROOT / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "train_configs").glob("*.toml") if f"`{file.name}`" not in table] == []
@@ -111,6 +125,7 @@ def test_every_recipe_is_in_the_table():
 def test_the_page_of_keys_is_that_of_the_schema():
     current = reference.KEYS_PAGE.read_text(encoding="utf-8") == reference.keys_page()
     assert current, "write it again: .venv/bin/python -m docs.site.reference"
+    assert "### optimizer.lr\n" in (page := reference.keys_page()) and "`FLOAT`, from 1e-20 to 1e+09" in page
 
 
 def test_the_page_of_commands_shows_every_command():

@@ -20,6 +20,7 @@ Seconds = Annotated[int, Field(ge=1, le=LONGEST_SECONDS)]
 # and min_lr_factor, divided by warmup_steps) and with gradients, whose squares are summed: within these bounds, none of that is
 # infinite, or 0 where its factors are not.
 SMALLEST, LARGEST = 1e-9, 1e9
+LOST = "float32"  # the type of pydantic's error for a number that float32 loses
 
 
 def in_float32(least: float = SMALLEST, most: float = LARGEST, also: float | None = None) -> AfterValidator:
@@ -28,7 +29,7 @@ def in_float32(least: float = SMALLEST, most: float = LARGEST, also: float | Non
     def check(value: float) -> float:
         if value != also and not least <= value <= most:
             more = "" if also is None else f"{also:g}, or "
-            raise PydanticCustomError("float32", f"Input should be {more}from {least:g} to {most:g}")
+            raise PydanticCustomError(LOST, f"Input should be {more}from {least:g} to {most:g}")
         return value
 
     return AfterValidator(check)

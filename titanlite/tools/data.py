@@ -1,6 +1,6 @@
 """titanlite data show CONFIG.toml --step N [--rank R] [--ranks N] [--section.key value ...]
 titanlite data stats CONFIG.toml [--ranks N] [--section.key value ...]
-titanlite data verify CONFIG.toml [--section.key value ...]
+titanlite data verify CONFIG.toml [--ranks N] [--section.key value ...]
 
 `show` prints the documents and the text of a step's batch, for one rank or for all. `verify` reads all token files of training
 and validation: checksums, index, ids. `stats` does that for training, and prints what each source has, how much of it the run
