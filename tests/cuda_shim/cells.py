@@ -31,6 +31,7 @@ class Part(NamedTuple):
     attention: tuple[str, ...] = ()  # the attention kernels that the step must run, if they are not cuDNN's
 
 
+_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}  # of the pairs of a head
 # A variant is a list of these; where none sets it, in bfloat16.
 PARTS: dict[str, Part] = {
     "float32": Part({"training": {"mixed_precision_param": "float32"}}, attention=("efficient",)),
@@ -59,7 +60,13 @@ PARTS: dict[str, Part] = {
     "Muon": Part({"optimizer": {"name": "Muon"}}),
     "compensated": Part({"optimizer": {"rounding": "compensated"}}),
     "EMA": Part({"optimizer": {"ema_decay": 0.999}}, ("aten.lerp_.Tensor",)),
-    "cpu_offload": Part({"parallelism": {"cpu_offload": True}}),
+    # samples with frequencies that follow from the lengths of the texts
+    "cpu_offload": Part(
+        {
+            "parallelism": {"cpu_offload": True},
+            "model": {"overrides": {"rope_scaling": {**_FACTORS, "rope_type": "longrope", "original_max_positions": 8}}},
+        }
+    ),
     "mixture": Part(
         {
             "model": {"name": "tests.tiny_moe"},

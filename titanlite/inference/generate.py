@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from models.attention import Cache, SeqInfo
 from models.decoder import Decoder
@@ -111,7 +112,13 @@ def _open_cache(model: Decoder, lengths: Sequence[int]) -> Cache:
     """An empty cache. lengths: tokens of each row, at most. Raises UserError for a model that cannot generate."""
     if reason := no_generation(model.limits):
         raise UserError(f"{_family_of(model)}: cannot generate or score: it {reason}")
-    return TextCache(torch.tensor(lengths, device=next(model.parameters()).device))
+    return TextCache(torch.tensor(lengths, device=_device_of(model)))
+
+
+def _device_of(model: Decoder) -> torch.device:
+    """Where a model computes; with parallelism.cpu_offload its parameters are elsewhere."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def _family_of(model: Decoder) -> str:
@@ -148,7 +155,7 @@ def _hidden(model: Decoder, tokens: Tensor, first: Tensor, real: Tensor, cache: 
 
     Tensor parallelism needs a multiple of its degree: more padding follows, which later tokens overwrite in the cache.
     """
-    device = next(model.parameters()).device
+    device = _device_of(model)
     fill = (0, -tokens.shape[1] % model.tensor_parallel)
     tokens, real = F.pad(tokens, fill), F.pad(real, fill)
     positions = first + torch.arange(tokens.shape[1])
