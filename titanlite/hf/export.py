@@ -17,8 +17,8 @@ from torch import Tensor
 from titanlite.checkpoint.tensors import WEIGHTS, is_further, model_tensors
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import stored_config
-from titanlite.data.sources import open_tokenizer
-from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
+from titanlite.data.sources import tokenizer_of_run
+from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.ground.files import publish, replace_file, split, unfinished_path, writing
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, stored_again, their_names
@@ -26,7 +26,7 @@ from titanlite.hf.output import start_output
 from titanlite.hf.part import TensorPart
 from titanlite.launch.process import rank_and_world, together
 from titanlite.registry.description import Description, read_description
-from titanlite.registry.family import Family, described, family_of, trusted
+from titanlite.registry.family import Family, described, stored_family, trusted
 from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.lora import merged
 from titanlite.transforms.parameters import tied_names
@@ -102,9 +102,7 @@ class Exported:
             raise UserError(f"{stored.source}: its manifest does not name a model")
         model = trusted(stored_config({"model": cfg}, stored.source), stored.source, named).model
         self.assets = assets or model.hf_assets_path
-        if self.assets and not Path(self.assets).is_dir():
-            raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name its new path with --assets')
-        self.family = family_of(model.model_copy(update={"hf_assets_path": self.assets}))
+        self.family = stored_family(model, assets, "--assets")
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
             raise UserError(listed(f"{stored.source}: {model.title} has changed since it was saved:", changed))
         if rank_and_world()[0] == 0:
@@ -125,19 +123,10 @@ class Exported:
     def tokenizer(self) -> LoadedTokenizer | None:
         """The tokenizer of the run; None for an import without one. Raises UserError if it is missing or has changed since."""
         numbers = self.stored.manifest.numbers
-        trained_with, training = (
-            numbers["data"].get("tokenizer"),
-            numbers["config"].get("training", {}),
-        )
-        if self.assets and not (Path(self.assets) / "tokenizer.json").is_file():
-            if self._given or trained_with:
-                raise UserError(f"{self.assets}: there is no tokenizer.json in it; name the tokenizer's folder with --assets")
+        absent = self.assets and not (Path(self.assets) / "tokenizer.json").is_file()
+        if absent and not (self._given or numbers["data"].get("tokenizer")):
             return None
-        loaded = open_tokenizer(self.assets, training.get("add_bos"))
-        if trained_with not in (None, tokenizer_digest(loaded)):
-            which = self.assets or "the default one of this installation"
-            raise UserError(f"{self.stored.source}: trained with another tokenizer than {which}; name its folder with --assets")
-        return loaded
+        return tokenizer_of_run(self.stored.source, numbers, self.assets, "--assets")
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of an exported weight. A buffer, the bias of a router, loses no precision: transformers has it in float32."""
