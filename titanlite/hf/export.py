@@ -18,7 +18,7 @@ from titanlite.checkpoint.tensors import WEIGHTS, is_further, model_tensors
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import stored_config
 from titanlite.data.sources import tokenizer_of_run
-from titanlite.data.tokenizer import LoadedTokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.ground.files import publish, replace_file, split, unfinished_path, writing
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, stored_again, their_names
@@ -233,6 +233,7 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
         if not (folder / "tokenizer_config.json").is_file():
             eos = loaded.tokenizer.id_to_token(end)
             _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
+        _compare_beginnings(exported.stored.source, loaded, load_tokenizer(str(folder)))
     facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
     if assets and os.path.lexists(assets / "config.json"):
         theirs = read_description(assets)
@@ -245,6 +246,19 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
     _write_json(folder / "config.json", facts | exported.family.to_hf() | dtype)
+
+
+def _compare_beginnings(source: Path, of_run: LoadedTokenizer, written: LoadedTokenizer) -> None:
+    """Warns where the tokenizer's files begin a text otherwise than the run did: they do not hold training.add_bos."""
+    if of_run.beginning == written.beginning:
+        return
+    ours, theirs = (loaded.spelled(loaded.beginning) for loaded in (of_run, written))
+    prompts = f"begin each prompt with {ours}" if of_run.beginning else "tokenize prompts with add_special_tokens=False"
+    log.warning(
+        "%s: the texts of the run begin with %s, and the exported tokenizer begins them with %s. With transformers, %s; "
+        "in a titanlite run from this export, set training.add_bos = %s",
+        source, ours, theirs, prompts, json.dumps(of_run.add_bos),
+    )  # fmt: skip
 
 
 def _read_keys(theirs: Description, family: Family) -> dict[str, Any]:
