@@ -39,11 +39,13 @@ HERE = "tests.distributed.test_replay"
 MODEL = "tests.tiny_poison"
 
 
-def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple[int, int | None]]) -> list[tuple]:
+def again(
+    degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple[int, int | None]], model: str = MODEL
+) -> list[tuple]:
     """Replays (step, attempt) pairs on a mesh; -> (result, printed text) of each."""
     found = []
     for step, attempt in steps:
-        config, global_batch = setting_of(folder, step, MODEL)
+        config, global_batch = setting_of(folder, step, model)
         route = route_to(step, attempt, read_entries(folder / INCIDENTS))
         config = replay_config(config, global_batch, ranks_of(degrees) if degrees else None)
         replayed = replay(config, folder, route, step, poisoned(config, bad), mesh_of(degrees), CPU)
@@ -218,6 +220,17 @@ def test_after_load_step_the_steps_since_then_are_replayed(pools, finished, tmp_
     for (found, _), start in zip(replays(pools, {}, tmp_path, {}, 4, 8, 12), starts, strict=True):
         assert numbers(found) == expected[found.step.number]
         assert found.start == start
+
+
+def test_replay_says_that_dropout_drew_other_numbers_on_the_mesh_of_the_run(pools, tmp_path):
+    name, degrees = "tests.tiny_dropout", {"dp_shard": 2}
+    run(pools, degrees, tmp_path, "stop", {}, steps=2, model={"name": name})
+    keys = {"folder": tmp_path, "bad": {}, "steps": [(2, None)], "model": name}
+    ((same, _),) = pools[2].run(f"{HERE}:again", degrees=degrees, **keys)[0]
+    assert numbers(same) == reports(tmp_path)[1] and not same.other_mesh
+    ((other, text),) = pools[1].run(f"{HERE}:again", degrees={}, **keys)[0]
+    assert abs(other.step.loss / same.step.loss - 1) > 1e-4
+    assert "the run's mesh was dp_shard 2, where the model's dropout drew other numbers" in text and "--ranks" in text
 
 
 def test_a_damaged_checkpoint_is_not_used(pools, finished, tmp_path):

@@ -75,6 +75,7 @@ class _Start(FileSchema):
     command: list[str]
     global_batch: Positive | None = None
     resumed_step: Count = 0
+    values: dict[str, Any] = Field(default={})
     data: _Data | None = None
     compared: dict[str, Any] = Field(default={})  # with a replay; earlier versions have none
     model_source: dict[str, Any] | None = None

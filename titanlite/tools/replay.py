@@ -4,8 +4,8 @@ Repeats one step of a run, whether the run has finished or is still training, fr
 step. Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start
 the command in the folder where the run was started, so that relative paths are found. --model names the module of the model, if
 it is not a family of models/; each --own names a part of your own in the run's configuration, such as my_parts:decay. By
-default the command uses one process, and the numbers equal those of the run within rounding. --ranks N uses the mesh of the run
-on N ranks, and the numbers equal those of the run bit for bit. If rollbacks made the run repeat a step, --attempt selects one,
+default the command uses one process, and the numbers equal those of the run within rounding, but not those of a model with
+dropout. --ranks N uses the mesh of the run on N ranks, and the numbers equal those of the run bit for bit. If rollbacks made the run repeat a step, --attempt selects one,
 counted from 1.
 """
 
@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,13 +46,13 @@ from titanlite.loop.resume import Progress, RunIdentity, compared, load_run, of_
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, mesh_title, parts_of, resolve_degrees, stage_group
 from titanlite.registry.family import family_of, trusted, vocabulary_of
 from titanlite.registry.own import check_trust, source_of_parts, without_reports
 from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
 from titanlite.transforms.shards import local_part
-from titanlite.verify.compare import Run, begin, follow, on_mesh, relative_difference, replaced
+from titanlite.verify.compare import Run, begin, dropouts, follow, on_mesh, relative_difference, replaced
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +191,7 @@ class Replayed(NamedTuple):
     step: StepRecord
     start: str  # what the replay started from, as text
     layers: dict[str, Norms]
+    other_mesh: str = ""  # that of the run, where dropout drew other numbers than here
 
 
 def replay(
@@ -205,7 +206,8 @@ def replay(
     check_source(step, folder, later, source)
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
     now = compared(config, config.training.global_batch_size, schedule.total_steps)
-    check_between(progress.step, step, read_starts(folder), now, source)
+    starts = read_starts(folder)
+    check_between(progress.step, step, starts, now, source)
     timeline = progress.timeline.after(progress.step, route.rollbacks)
     here, there = (each.at(step)[0] for each in (timeline, stored(later, "the next checkpoint") if later else timeline))
     if (here.global_batch, here.mixture, here.began) != (there.global_batch, there.mixture, there.began):
@@ -228,17 +230,26 @@ def replay(
     weights = layer_norms(run, before.items())
     updates = layer_norms(run, ((name, p.detach() - before[name]) for name, p in run.model.named_parameters()))
     layers = {name: Norms(gradients.get(name, 0.0), weights[name], updates[name]) for name in weights}
-    return Replayed(run.steps.read()[-1]._replace(first_sample=timeline.at(step)[1]), start, layers)
+    other_mesh = ""
+    if dropouts(family_of(config.model).on_meta()):
+        meshes = [starts[number].get("values", {}).get("mesh") for number, _ in _computing(progress.step, step, starts)]
+        other_mesh = next((mesh_then for mesh_then in meshes if mesh_then not in (None, mesh_title(mesh))), "")
+    return Replayed(run.steps.read()[-1]._replace(first_sample=timeline.at(step)[1]), start, layers, other_mesh)
+
+
+def _computing(before: int, step: int, starts: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """(number, last step) of each start that computed steps after `before`, up to `step`, from which the run went on."""
+    for number, start in enumerate(starts):
+        last = min([step, *(each.get("resumed_step", 0) for each in starts[number + 1 :])])  # a later start went on from there
+        if max(start.get("resumed_step", 0), before) < last:
+            yield number, last
 
 
 def check_between(before: int, step: int, starts: list[dict[str, Any]], now: dict[str, Any], source: ModelSource) -> None:
     """Raises UserError where a start of the run computed steps after `before`, up to `step`, with other values or other code:
     the checkpoint behind them is gone. starts: of provenance.json. now: as `compared`."""
-    for number, start in enumerate(starts):
-        begun = start.get("resumed_step", 0)
-        last = min([step, *(each.get("resumed_step", 0) for each in starts[number + 1 :])])  # a later start went on from there
-        if max(begun, before) >= last:
-            continue
+    for number, last in _computing(before, step, starts):
+        start = starts[number]
         then, code = start.get("compared", {}), _code_of(start, source)  # an earlier version wrote no values
         different = [f"{key} = {value!r}, was {then[key]!r}" for key, value in now.items() if then.get(key, value) != value]
         different += [f"the code of {name}" for name in changed_modules(code, source) if code]
@@ -299,11 +310,10 @@ def layer_of(name: str) -> str:
 def describe(replayed: Replayed, run: Path, route: Route, config: Config, mesh: DeviceMesh) -> str:
     """The text that the command prints."""
     step, batch = replayed.step, config.training.global_batch_size
-    used = [f"{name} {mesh[name].size()}" for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
     attempt = f", attempt {route.attempt} of {route.attempts}" if route.attempts > 1 else ""
     lines = [
         f"step {step.number} of {run}{attempt}: samples {step.first_sample} to {step.first_sample + batch - 1}, "
-        f"from {replayed.start}, on {' x '.join(used) or 'one process'}",
+        f"from {replayed.start}, on {mesh_title(mesh)}",
         f"{'loss':<14} {step.loss!r}",
         f"{'gradient norm':<14} {step.norm!r}",
     ]
@@ -311,6 +321,9 @@ def describe(replayed: Replayed, run: Path, route: Route, config: Config, mesh: 
     if route.attempt == route.attempts and {"loss", "grad_norm"} <= report.keys():
         loss, norm = _compared(step.loss, report["loss"]), _compared(step.norm, report["grad_norm"])
         lines.append(f"{'metrics.jsonl':<14} loss {loss}, gradient norm {norm}")
+    if replayed.other_mesh:
+        other = f"the run's mesh was {replayed.other_mesh}, where the model's dropout drew other numbers"
+        lines.append(f"{'not equal':<14} {other}: differences are larger than rounding; --ranks repeats that mesh")
     width = max(len(name) for name in ["layer", *replayed.layers])
     lines.append(f"{'layer':<{width}} {'gradient':>12} {'weights':>12} {'update':>12} {'update/weights':>15}")
     for name, layer in replayed.layers.items():
