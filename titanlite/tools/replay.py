@@ -31,6 +31,7 @@ from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Config, Parallelism
 from titanlite.data.batches import Batches, steps_of
 from titanlite.data.mixture import Data, open_data
+from titanlite.data.stream import states_for
 from titanlite.data.timeline import Rollback, attempts_at, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_entries, read_reports, read_starts
@@ -213,6 +214,8 @@ def replay(
     if (here.global_batch, here.mixture, here.began) != (there.global_batch, there.mixture, there.began):
         changed = f"sources, weights or the global batch changed after step {progress.step}, and the checkpoint there is gone"
         raise UserError(f"--step {step}: {changed} or damaged; from an earlier one, other samples would be read")
+    if data.stream and not progress.stream and later.get("stream"):  # from its beginning, other ranks would read other rows
+        states_for(data.stream, later["stream"], data_degree(mesh))
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
         raise UserError(f"--step {step}: this run started after step {progress.step}, as a branch of {given}")
