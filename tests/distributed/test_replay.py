@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -198,6 +199,56 @@ def test_steps_are_replayed_only_with_the_values_with_which_the_starts_computed_
     written = [{"resumed_step": begun, "compared": {"optimizer.lr": rate}} for begun, rate in starts]
     with pytest.raises(UserError, match=r"optimizer\.lr = 2, was 1") if refused else contextlib.nullcontext():
         check_between(before, step, written, {"optimizer.lr": 2}, {})
+
+
+INITIAL, EXCLUDE = "checkpoint.initial_load_path", "checkpoint.exclude_from_loading"
+NONE, MOMENTS = {EXCLUDE: []}, {EXCLUDE: ["optimizer.*"]}
+
+
+@pytest.mark.parametrize(
+    ("starts", "before", "step", "now", "refused"),
+    [  # starts: the step from which each went on, and what it recorded
+        ([(0, NONE), (8, MOMENTS)], 5, 9, MOMENTS, EXCLUDE),  # reset at step 8
+        ([(0, NONE), (8, MOMENTS)], 5, 7, MOMENTS, EXCLUDE),  # the replay would reset them at step 5
+        ([(0, NONE), (8, MOMENTS), (10, NONE)], 5, 11, NONE, EXCLUDE),
+        ([(0, NONE), (8, MOMENTS)], 8, 9, MOMENTS, ""),  # both load step 8
+        ([(0, NONE), (8, MOMENTS), (10, MOMENTS)], 8, 11, MOMENTS, ""),  # at step 10, these patterns had taken effect
+        ([(0, MOMENTS | {INITIAL: "a"}), (8, NONE)], 5, 9, NONE, ""),
+        ([(0, NONE | {INITIAL: ""}), (8, MOMENTS)], 0, 7, MOMENTS | {INITIAL: ""}, ""),  # nothing was loaded
+        ([(0, MOMENTS | {INITIAL: "a"}), (8, NONE)], 0, 7, NONE | {INITIAL: "a"}, EXCLUDE),
+        ([(0, NONE | {INITIAL: "a"}), (8, NONE)], 0, 7, NONE | {INITIAL: "b"}, INITIAL),
+        ([(0, NONE | {INITIAL: "a"}), (8, NONE)], 5, 9, NONE | {INITIAL: "b"}, ""),
+        ([(0, {}), (8, {})], 0, 9, NONE | {INITIAL: "b"}, ""),  # of an earlier version
+    ],
+)
+def test_steps_are_not_replayed_past_a_start_that_loaded_otherwise(starts, before, step, now, refused):
+    written = [{"resumed_step": begun, "compared": {}, "loading": loading} for begun, loading in starts]
+    with pytest.raises(UserError, match=re.escape(refused)) if refused else contextlib.nullcontext():
+        check_between(before, step, written, now, {})
+
+
+def test_steps_with_another_teacher_are_not_replayed():
+    starts = [{"compared": {}, "teacher": "1"}, {"resumed_step": 8, "compared": {}, "teacher": "2"}]
+    with pytest.raises(UserError, match="teacher = '2', was '1'"):
+        check_between(0, 9, starts, {"teacher": "2"}, {})
+    check_between(8, 9, starts, {"teacher": "2"}, {})
+
+
+def test_what_a_resume_excluded_and_what_the_first_start_began_from_are_compared(pools, finished, tmp_path):
+    begin = {"initial_load_path": str(finished / "checkpoint/step-00000012")}
+    run(pools, {}, tmp_path, "stop", {}, steps=8, checkpoint=begin)
+    other = {"initial_load_path": str(finished / "checkpoint/step-00000005")}  # not read any more
+    run(pools, {}, tmp_path, "stop", {}, checkpoint={**other, "exclude_from_loading": ["*.head.*"]})
+    expected = {report[0]: report for report in reports(tmp_path)}
+    for found, _ in replays(pools, {}, tmp_path, {}, 3, 7, 9, 12):
+        assert numbers(found) == expected[found.step.number]
+    shutil.rmtree(tmp_path / "checkpoint/step-00000008")
+    for step in (7, 9):
+        with pytest.raises(WorkerFailure, match=rf"--step {step}: the steps up to . were .*\n.*{EXCLUDE}"):
+            replays(pools, {}, tmp_path, {}, step)
+    shutil.rmtree(tmp_path / "checkpoint/step-00000005")
+    with pytest.raises(WorkerFailure, match=rf"--step 3: the steps up to 3 were .*\n(.*\n)*.*{INITIAL}"):
+        replays(pools, {}, tmp_path, {}, 3)
 
 
 def test_starts_of_an_earlier_version_which_recorded_no_values_are_not_compared():

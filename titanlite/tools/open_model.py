@@ -94,8 +94,8 @@ def open_model(
     All ranks call this together, in a process group. dtype: None means the compute precision of the run, or the dtype of the
     stored weights. assets: the folder of a tokenizer, for a checkpoint the new path of model.hf_assets_path; empty means that
     of the run or folder. name: the model's module, as the user's command names it; empty means the family of a folder's
-    model_type, or the family of models/ that a checkpoint names. average: use a checkpoint's EMA. Raises UserError for a damaged
-    checkpoint or folder, for a model whose dimensions have changed since, and for another tokenizer than that of the run.
+    model_type, or the family of models/ that a checkpoint names. average: use a checkpoint's EMA. Raises UserError for a
+    damaged checkpoint or folder, for a model whose dimensions have changed since, and for another tokenizer than the run's.
     """
     if is_hf_folder(source):
         return _open_folder(source, device, dtype, assets, name)

@@ -1,12 +1,12 @@
 """titanlite replay RUN --step N [--ranks RANKS] [--attempt K] [--model NAME] [--own PART ...]
 
-Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that
-step. Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start
-the command in the folder where the run was started, so that relative paths are found. --model names the module of the model, if
-it is not a family of models/; each --own names a part of your own in the run's configuration, such as my_parts:decay. By
-default the command uses one process, and the numbers equal those of the run within rounding, but not those of a model with
-dropout. --ranks N uses the mesh of the run on N ranks, and the numbers equal those of the run bit for bit. If rollbacks made the run repeat a step, --attempt selects one,
-counted from 1.
+Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that step.
+Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start the
+command in the folder where the run was started, so that relative paths are found. --model names the module of the model, if it
+is not a family of models/; each --own names a part of your own in the run's configuration, such as my_parts:decay. By default
+the command uses one process, and the numbers equal those of the run within rounding, but not those of a model with dropout.
+--ranks N uses the mesh of the run on N ranks, and the numbers equal those of the run bit for bit. If rollbacks made the run
+repeat a step, --attempt selects one, counted from 1.
 """
 
 import logging
@@ -42,8 +42,20 @@ from titanlite.launch.local_ranks import on_ranks
 from titanlite.launch.process import of_first_rank
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
+from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
-from titanlite.loop.resume import Progress, RunIdentity, compared, load_run, of_other_stages, restore
+from titanlite.loop.resume import (
+    EXCLUDE,
+    INITIAL,
+    TEACHER,
+    Progress,
+    RunIdentity,
+    compared,
+    load_run,
+    loading_of,
+    of_other_stages,
+    restore,
+)
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
@@ -207,6 +219,7 @@ def replay(
     check_source(step, folder, later, source)
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
     now = compared(config, config.training.global_batch_size, schedule.total_steps)
+    now |= {TEACHER: digest_of_teacher(config), **loading_of(config.checkpoint, own=False)}
     starts = read_starts(folder)
     check_between(progress.step, step, starts, now, source)
     timeline = progress.timeline.after(progress.step, route.rollbacks)
@@ -249,16 +262,34 @@ def _computing(before: int, step: int, starts: list[dict[str, Any]]) -> Iterator
 
 
 def check_between(before: int, step: int, starts: list[dict[str, Any]], now: dict[str, Any], source: ModelSource) -> None:
-    """Raises UserError where a start of the run computed steps after `before`, up to `step`, with other values or other code:
-    the checkpoint behind them is gone. starts: of provenance.json. now: as `compared`."""
+    """Raises UserError where a start of the run computed steps after `before`, up to `step`, with other values or other code,
+    or loaded other tensors: a checkpoint between is gone. starts: of provenance.json. now: as `compared`, with the digest of
+    the teacher and the keys of `loading_of`."""
     for number, last in _computing(before, step, starts):
         start = starts[number]
         then, code = start.get("compared", {}), _code_of(start, source)  # an earlier version wrote no values
+        then = then | {TEACHER: start[TEACHER]} if TEACHER in start else then
         different = [f"{key} = {value!r}, was {then[key]!r}" for key, value in now.items() if then.get(key, value) != value]
         different += [f"the code of {name}" for name in changed_modules(code, source) if code]
+        different += _loaded_otherwise(starts[: number + 1], before, now)
         if different:
-            title = f"--step {step}: the steps up to {last} were computed with other values, and their last checkpoint is gone:"
+            title = f"--step {step}: the steps up to {last} were computed with other values, and a checkpoint between is gone:"
             raise UserError(listed(title, different))
+
+
+def _loaded_otherwise(starts: list[dict[str, Any]], before: int, now: dict[str, Any]) -> list[str]:
+    """What the last of these starts loaded otherwise than a replay that begins with the state of step `before`."""
+    *earlier, start = starts
+    begun, loading = start.get("resumed_step", 0), start.get("loading", {})
+    if begun > before:  # as in `load_run`: patterns take effect where the start before had others
+        excluded, wrote = loading.get(EXCLUDE, []), [each for each in earlier if each.get("resumed_step", 0) < begun]
+        same = [] if not wrote else wrote[-1].get("loading", {}).get(EXCLUDE)
+        return [f"{EXCLUDE} = {excluded!r} at the resume from step {begun}"] if excluded not in ([], same) else []
+    if begun < before:  # patterns of a later start would take effect here
+        keys = [EXCLUDE] if now.get(EXCLUDE) else []
+    else:  # without initial_load_path nothing was loaded
+        keys = [INITIAL[0]] if loading.get(INITIAL[0]) == "" else [*loading]
+    return [f"{key} = {now[key]!r}, was {loading[key]!r}" for key in keys if key in loading and loading[key] != now[key]]
 
 
 def begin_before(
