@@ -43,7 +43,7 @@ from titanlite.loop.divergence import Incidents, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, speed
 from titanlite.loop.own_code import OwnCode
-from titanlite.loop.resume import Progress, RunIdentity, compared, numbers_of, restore, stream_at
+from titanlite.loop.resume import Progress, RunIdentity, compared, loading_of, numbers_of, restore, stream_at
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
@@ -105,6 +105,7 @@ def train(
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
     check_ranks(schedule, config)
+    loading = loading_of(config.checkpoint, own=bool(progress.run))
     progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0 commits checkpoints, with its own
     own_code.call("after_building", model, config)
     facts = derived_values(setting, mesh, model, schedule, progress)
@@ -122,6 +123,7 @@ def train(
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
         record |= {"own_source": source_of_parts(config), "report_source": source_of_reports(config)}
         record |= {"compared": compared(config, global_batch, schedule.total_steps), "teacher": digest_of_teacher(config)}
+        record |= {"loading": loading}
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:

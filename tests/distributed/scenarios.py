@@ -27,7 +27,7 @@ from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_ra
 from titanlite.registry.family import family_of, load_family
 from titanlite.train import train
 from titanlite.transforms.initialize import fill
-from titanlite.verify.compare import Trajectory, record, whole
+from titanlite.verify.compare import Trajectory, batches_of, begin, record_run, whole
 
 # compiled in all steps of a run together: one for all blocks; the head's norm, its rows' sums, its gradients
 GRAPHS = 1 + 3
@@ -136,7 +136,8 @@ def trajectory(degrees: dict[str, int], config: Config, data: Data | None = None
     """Trains for `training.steps`; rank 0 returns the trajectory, and how many graphs were compiled."""
     torch._dynamo.reset()
     counters.clear()
-    found = record(config, data or learnable_data(config), mesh_of(degrees), CPU)
+    mesh = mesh_of(degrees)
+    found = record_run(begin(config, mesh, CPU), batches_of(config, data or learnable_data(config), mesh))
     return (found, counters["stats"]["unique_graphs"]) if dist.get_rank() == 0 else None
 
 

@@ -36,7 +36,7 @@ from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkp
 from titanlite.transforms.attention_kernels import attention_sentence, choose_attention
 from titanlite.transforms.attention_kernels import faults as attention_faults
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.verify.compare import Trajectory, compare, record
+from titanlite.verify.compare import Trajectory, batches_of, begin, compare, record_run
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -70,7 +70,7 @@ def group():
 def trajectory(device: str, **sections) -> Trajectory:
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device)
     config = config_of({}, **sections)
-    return record(config, learnable_data(config), mesh, torch.device(device))
+    return record_run(begin(config, mesh, torch.device(device)), batches_of(config, learnable_data(config), mesh))
 
 
 def test_a_step_that_is_not_reported_never_waits_for_the_device(device):

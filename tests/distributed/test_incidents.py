@@ -185,7 +185,7 @@ def run(
     config = config_of(
         degrees,
         accumulation=2,
-        model={"name": "tests.tiny_poison"},
+        model={"name": "tests.tiny_poison", **sections.pop("model", {})},
         job={"dump_folder": str(folder)},
         training={"steps": steps, "on_nonfinite": policy, **sections.pop("training", {})},
         lr_scheduler={"total_steps": 20},

@@ -3,9 +3,11 @@
 import contextlib
 import logging
 import math
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -38,11 +40,13 @@ HERE = "tests.distributed.test_replay"
 MODEL = "tests.tiny_poison"
 
 
-def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple[int, int | None]]) -> list[tuple]:
+def again(
+    degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple[int, int | None]], model: str = MODEL
+) -> list[tuple]:
     """Replays (step, attempt) pairs on a mesh; -> (result, printed text) of each."""
     found = []
     for step, attempt in steps:
-        config, global_batch = setting_of(folder, step, MODEL)
+        config, global_batch = setting_of(folder, step, model)
         route = route_to(step, attempt, read_entries(folder / INCIDENTS))
         config = replay_config(config, global_batch, ranks_of(degrees) if degrees else None)
         replayed = replay(config, folder, route, step, poisoned(config, bad), mesh_of(degrees), CPU)
@@ -197,6 +201,56 @@ def test_steps_are_replayed_only_with_the_values_with_which_the_starts_computed_
         check_between(before, step, written, {"optimizer.lr": 2}, {})
 
 
+INITIAL, EXCLUDE = "checkpoint.initial_load_path", "checkpoint.exclude_from_loading"
+NONE, MOMENTS = {EXCLUDE: []}, {EXCLUDE: ["optimizer.*"]}
+
+
+@pytest.mark.parametrize(
+    ("starts", "before", "step", "now", "refused"),
+    [  # starts: the step from which each went on, and what it recorded
+        ([(0, NONE), (8, MOMENTS)], 5, 9, MOMENTS, EXCLUDE),  # reset at step 8
+        ([(0, NONE), (8, MOMENTS)], 5, 7, MOMENTS, EXCLUDE),  # the replay would reset them at step 5
+        ([(0, NONE), (8, MOMENTS), (10, NONE)], 5, 11, NONE, EXCLUDE),
+        ([(0, NONE), (8, MOMENTS)], 8, 9, MOMENTS, ""),  # both load step 8
+        ([(0, NONE), (8, MOMENTS), (10, MOMENTS)], 8, 11, MOMENTS, ""),  # at step 10, these patterns had taken effect
+        ([(0, MOMENTS | {INITIAL: "a"}), (8, NONE)], 5, 9, NONE, ""),
+        ([(0, NONE | {INITIAL: ""}), (8, MOMENTS)], 0, 7, MOMENTS | {INITIAL: ""}, ""),  # nothing was loaded
+        ([(0, MOMENTS | {INITIAL: "a"}), (8, NONE)], 0, 7, NONE | {INITIAL: "a"}, EXCLUDE),
+        ([(0, NONE | {INITIAL: "a"}), (8, NONE)], 0, 7, NONE | {INITIAL: "b"}, INITIAL),
+        ([(0, NONE | {INITIAL: "a"}), (8, NONE)], 5, 9, NONE | {INITIAL: "b"}, ""),
+        ([(0, {}), (8, {})], 0, 9, NONE | {INITIAL: "b"}, ""),  # of an earlier version
+    ],
+)
+def test_steps_are_not_replayed_past_a_start_that_loaded_otherwise(starts, before, step, now, refused):
+    written = [{"resumed_step": begun, "compared": {}, "loading": loading} for begun, loading in starts]
+    with pytest.raises(UserError, match=re.escape(refused)) if refused else contextlib.nullcontext():
+        check_between(before, step, written, now, {})
+
+
+def test_steps_with_another_teacher_are_not_replayed():
+    starts = [{"compared": {}, "teacher": "1"}, {"resumed_step": 8, "compared": {}, "teacher": "2"}]
+    with pytest.raises(UserError, match="teacher = '2', was '1'"):
+        check_between(0, 9, starts, {"teacher": "2"}, {})
+    check_between(8, 9, starts, {"teacher": "2"}, {})
+
+
+def test_what_a_resume_excluded_and_what_the_first_start_began_from_are_compared(pools, finished, tmp_path):
+    begin = {"initial_load_path": str(finished / "checkpoint/step-00000012")}
+    run(pools, {}, tmp_path, "stop", {}, steps=8, checkpoint=begin)
+    other = {"initial_load_path": str(finished / "checkpoint/step-00000005")}  # not read any more
+    run(pools, {}, tmp_path, "stop", {}, checkpoint={**other, "exclude_from_loading": ["*.head.*"]})
+    expected = {report[0]: report for report in reports(tmp_path)}
+    for found, _ in replays(pools, {}, tmp_path, {}, 3, 7, 9, 12):
+        assert numbers(found) == expected[found.step.number]
+    shutil.rmtree(tmp_path / "checkpoint/step-00000008")
+    for step in (7, 9):
+        with pytest.raises(WorkerFailure, match=rf"--step {step}: the steps up to . were .*\n.*{EXCLUDE}"):
+            replays(pools, {}, tmp_path, {}, step)
+    shutil.rmtree(tmp_path / "checkpoint/step-00000005")
+    with pytest.raises(WorkerFailure, match=rf"--step 3: the steps up to 3 were .*\n(.*\n)*.*{INITIAL}"):
+        replays(pools, {}, tmp_path, {}, 3)
+
+
 def test_starts_of_an_earlier_version_which_recorded_no_values_are_not_compared():
     now, source = {"optimizer.lr": 2}, {"own": {"hash": "", "text": ""}}
     check_between(0, 5, [{"time": "", "command": [], "global_batch": 8}], now, source)
@@ -217,6 +271,17 @@ def test_after_load_step_the_steps_since_then_are_replayed(pools, finished, tmp_
     for (found, _), start in zip(replays(pools, {}, tmp_path, {}, 4, 8, 12), starts, strict=True):
         assert numbers(found) == expected[found.step.number]
         assert found.start == start
+
+
+def test_replay_says_that_dropout_drew_other_numbers_on_the_mesh_of_the_run(pools, tmp_path):
+    name, degrees = "tests.tiny_dropout", {"dp_shard": 2}
+    run(pools, degrees, tmp_path, "stop", {}, steps=2, model={"name": name})
+    keys = {"folder": tmp_path, "bad": {}, "steps": [(2, None)], "model": name}
+    ((same, _),) = pools[2].run(f"{HERE}:again", degrees=degrees, **keys)[0]
+    assert numbers(same) == reports(tmp_path)[1] and not same.other_mesh
+    ((other, text),) = pools[1].run(f"{HERE}:again", degrees={}, **keys)[0]
+    assert abs(other.step.loss / same.step.loss - 1) > 1e-4
+    assert "the run's mesh was dp_shard 2, where the model's dropout drew other numbers" in text and "--ranks" in text
 
 
 def test_a_damaged_checkpoint_is_not_used(pools, finished, tmp_path):
@@ -261,7 +326,8 @@ def warnings_of(source: Path) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        open_model(source, CPU, name=MODEL)
+        with patch("titanlite.data.sources.tokenizer_digest", lambda _: "no tokenizer"):
+            open_model(source, CPU, name=MODEL)
         Exported(Stored(source), named=MODEL)
     finally:
         logger.removeHandler(handler)

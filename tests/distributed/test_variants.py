@@ -176,7 +176,7 @@ def test_a_run_starts_from_a_hugging_face_folder_and_its_export_is_the_checkpoin
         assert torch.equal(tensor, of_files(module, ours, tensor, there).float()), ours
     checkpoint = tmp_path / "run/checkpoint/step-00000002"
     of_the_run = manifest.read(checkpoint).numbers["data"]["tokenizer"]  # the tokens come from no tokenizer
-    monkeypatch.setattr(exporting, "tokenizer_digest", lambda _: of_the_run)
+    monkeypatch.setattr("titanlite.data.sources.tokenizer_digest", lambda _: of_the_run)
     exporting.export(checkpoint, tmp_path / "out", shard_bytes=100_000, named=name)
     exported = tensors_of(tmp_path / "out")
     assert exported.keys() == there.keys()

@@ -1,6 +1,7 @@
 """Runs with own data, without a tokenizer: what the ranks of a pool run, and tests in their own process."""
 
 import time
+from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from titanlite.data import mixture
 from titanlite.data.mixture import Data, open_on_every_rank
 from titanlite.data.own import open_own
 from titanlite.data.sources import sources_of
+from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
 from titanlite.registry.own import is_part
+from titanlite.tools.replay import replay, replay_config, route_to, setting_of
 from titanlite.train import train
 from titanlite.verify.compare import Trajectory
 
@@ -38,6 +41,14 @@ def opened(config: Config) -> tuple[Data, Data | None]:
 
 def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
     return scenarios.trajectory(degrees, config, opened(config)[0])
+
+
+def replayed(degrees: dict[str, int], folder: Path, step: int, part: str) -> float | None:
+    """The loss of a step that `replay` repeats."""
+    config, global_batch = setting_of(folder, step, "tests.tiny", [part])
+    config = replay_config(config, global_batch, ranks_of(degrees) if degrees else None)
+    data, _ = opened(config)
+    return replay(config, folder, route_to(step, None, []), step, data, mesh_of(degrees), CPU).step.loss
 
 
 def full_run(degrees: dict[str, int], config: Config, mesh: DeviceMesh | None = None) -> None:

@@ -283,6 +283,20 @@ def test_a_stream_without_reshard_is_refused_on_another_number_of_data_ranks(poo
         run(pools, ONE, tmp_path, 8, "tests.own.data_parts:Fixed")
 
 
+def test_a_stream_is_replayed_from_its_beginning_on_as_many_data_ranks_or_with_reshard(pools, tmp_path):
+    two = {"dp_shard": 2}
+    for name in ("Fixed", "Walks"):
+        part, folder = f"tests.own.data_parts:{name}", tmp_path / name
+        run(pools, two, folder, 4, part)
+        keys, expected = {"folder": folder, "step": 3, "part": part}, reports(folder)[2]["loss"]
+        assert pools[2].run(f"{RUNS}:replayed", degrees=two, **keys)[0] == expected
+        if name == "Walks":
+            assert pools[1].run(f"{RUNS}:replayed", degrees={}, **keys)[0] == pytest.approx(expected, rel=1e-5)
+        else:
+            with pytest.raises(WorkerFailure, match=r"has the states of 2 data ranks, and this run has 1: .*--ranks.*reshard"):
+                pools[1].run(f"{RUNS}:replayed", degrees={}, **keys)
+
+
 def test_a_stream_whose_states_are_gone_since_other_data_came_is_refused(pools, tmp_path):
     """It would begin again, and its rows would be read twice."""
     allowed = {"checkpoint": {"allow_changes": ["data", "model.source"]}}

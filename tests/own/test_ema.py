@@ -154,17 +154,18 @@ def test_validation_measures_the_average_and_does_not_change_training(pools, tmp
     # the loss of a model whose weights are the average
     source = tmp_path / "with/checkpoint/step-00000004"
     of_the_run = manifest.read(source).numbers["data"]["tokenizer"]  # the tokens come from no tokenizer
-    monkeypatch.setattr(exporting, "tokenizer_digest", lambda _: of_the_run)
+    monkeypatch.setattr("titanlite.data.sources.tokenizer_digest", lambda _: of_the_run)
     exporting.export(source, tmp_path / "hf", named="tests.tiny", average=True)
     run(pools, ONE, tmp_path / "of it", 1, validation=validation, optimizer={"lr": 1e-20, "weight_decay": 0.0},
         checkpoint={"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True})  # fmt: skip
     assert reports(tmp_path / "of it")[-1]["validation_loss"] == pytest.approx(last["validation_loss_ema"], rel=1e-5)
 
 
-def test_weights_ema_exports_and_opens_the_average(pools, tmp_path, group_of_one):
+def test_weights_ema_exports_and_opens_the_average(pools, tmp_path, group_of_one, monkeypatch):
     averaged(pools, ONE, tmp_path, 3)
     source, last = tmp_path / "checkpoint/step-00000003", stored(tmp_path, 3)
     taken = Stored(source, average=True)
+    monkeypatch.setattr("titanlite.data.sources.tokenizer_digest", lambda _: "no tokenizer")
     opened = open_model(source, CPU, "float32", name="tests.tiny", average=True).model
     for name, p in opened.named_parameters():
         assert torch.equal(p, last[f"ema.{name}"])

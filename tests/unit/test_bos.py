@@ -185,5 +185,5 @@ def test_a_prompt_in_python_begins_as_the_run_was_trained(tmp_path, add_bos):
     exported = Exported.__new__(Exported)  # without the checkpoint
     exported.assets, exported._given = str(assets(tmp_path)), ""
     numbers = {"data": {}, "config": {"training": {"add_bos": add_bos}}}
-    exported.stored = SimpleNamespace(manifest=SimpleNamespace(numbers=numbers))
+    exported.stored = SimpleNamespace(source=tmp_path, manifest=SimpleNamespace(numbers=numbers))
     assert bool(exported.tokenizer().beginning) == add_bos

@@ -88,9 +88,9 @@ def test_the_commands_that_generate_or_score_refuse_a_family_that_cannot_before_
     """`generate` and `score` refuse it too: test_check_model.py has the row that requires it."""
     declared(monkeypatch, **{name: False})
     monkeypatch.setattr(command, "checkpoints", lambda folder: [folder])
-    monkeypatch.setattr(command, "family_at", lambda _source, model: load_family(model, "plain"))
+    monkeypatch.setattr(command, "family_at", lambda _source, model, _assets: load_family(model, "plain"))
     with pytest.raises(ValueError, match=f'cannot generate or score: it declares LIMITS\\["{name}"\\] = False'):
-        command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, model="tests.tiny"))
+        command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, tokenizer=None, model="tests.tiny"))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_the_commands_that_generate_or_score_refuse_a_family_that_cannot_before_
 def test_the_commands_that_split_a_model_refuse_what_a_run_refuses(monkeypatch, tmp_path, declares, tp, fault):
     declared(monkeypatch, **declares)
     monkeypatch.setattr(command, "checkpoints", lambda folder: [folder])
-    monkeypatch.setattr(command, "family_at", lambda _source, model: load_family(model, "plain"))
+    monkeypatch.setattr(command, "family_at", lambda _source, model, _assets: load_family(model, "plain"))
     with pytest.raises(ValueError, match=re.escape(fault)):
-        command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, model="tests.tiny", tp=tp))
+        command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, tokenizer=None, model="tests.tiny", tp=tp))
 
 
 def test_check_model_fails_if_a_start_does_not_enforce_the_limits(monkeypatch):

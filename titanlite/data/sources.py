@@ -227,6 +227,21 @@ def open_tokenizer(assets: str, add_bos: bool | None = None) -> LoadedTokenizer:
     return load_tokenizer(assets, add_bos=add_bos) if assets else default_tokenizer()
 
 
+def tokenizer_of_run(source: Path, numbers: dict[str, Any], assets: str, option: str) -> LoadedTokenizer:
+    """The tokenizer with which the run of a checkpoint was trained: the one of `assets`, or the default one.
+
+    numbers: of the checkpoint's manifest. option: of the command, which names another folder. Raises UserError if it is another
+    tokenizer: generated texts and scores were wrong without a word.
+    """
+    if assets and not (Path(assets) / "tokenizer.json").is_file():
+        raise UserError(f"{assets}: there is no tokenizer.json in it; name the tokenizer's folder with {option}")
+    loaded = open_tokenizer(assets, numbers["config"].get("training", {}).get("add_bos"))
+    if numbers["data"].get("tokenizer") not in (None, tokenizer_digest(loaded)):
+        which = assets or "the default one of this installation"
+        raise UserError(f"{source}: trained with another tokenizer than {which}; name its folder with {option}")
+    return loaded
+
+
 def faults(config: Config) -> Iterator[str]:
     """Keys that do not name data. Text is only checked to exist."""
     for section in sections_of(config):

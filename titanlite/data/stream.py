@@ -87,7 +87,8 @@ def states_for(source: OwnSource, states: list[Any], degree: int) -> list[Any]:
     reshard = getattr(function_of(source.key, source.cfg.path, classes=True), "reshard", None)
     saved = f"the checkpoint has the states of {len(states)} data ranks, and this run has {degree}"
     if reshard is None:
-        raise source.fault(f"{saved}: resume with as many, or give the stream a static method reshard(states, degree) -> list")
+        remedy = "use as many (replay: --ranks), or give the stream a static method reshard(states, degree) -> list"
+        raise source.fault(f"{saved}: {remedy}")
     with source.failing(f"{saved}: reshard fails"):
         states = list(reshard(states, degree))
     if len(states) != degree:

@@ -75,8 +75,11 @@ class _Start(FileSchema):
     command: list[str]
     global_batch: Positive | None = None
     resumed_step: Count = 0
+    values: dict[str, Any] = Field(default={})
     data: _Data | None = None
     compared: dict[str, Any] = Field(default={})  # with a replay; earlier versions have none
+    teacher: str = ""
+    loading: dict[str, Any] = Field(default={})  # with a replay too; earlier versions have none
     model_source: dict[str, Any] | None = None
     own_source: dict[str, Any] = Field(default={})  # earlier versions have none
 

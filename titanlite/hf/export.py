@@ -17,8 +17,8 @@ from torch import Tensor
 from titanlite.checkpoint.tensors import WEIGHTS, is_further, model_tensors
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import stored_config
-from titanlite.data.sources import open_tokenizer
-from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
+from titanlite.data.sources import tokenizer_of_run
+from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.ground.files import publish, replace_file, split, unfinished_path, writing
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, stored_again, their_names
@@ -26,7 +26,7 @@ from titanlite.hf.output import start_output
 from titanlite.hf.part import TensorPart
 from titanlite.launch.process import rank_and_world, together
 from titanlite.registry.description import Description, read_description
-from titanlite.registry.family import Family, described, family_of, trusted
+from titanlite.registry.family import Family, described, stored_family, trusted
 from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.lora import merged
 from titanlite.transforms.parameters import tied_names
@@ -102,9 +102,7 @@ class Exported:
             raise UserError(f"{stored.source}: its manifest does not name a model")
         model = trusted(stored_config({"model": cfg}, stored.source), stored.source, named).model
         self.assets = assets or model.hf_assets_path
-        if self.assets and not Path(self.assets).is_dir():
-            raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name its new path with --assets')
-        self.family = family_of(model.model_copy(update={"hf_assets_path": self.assets}))
+        self.family = stored_family(model, assets, "--assets")
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
             raise UserError(listed(f"{stored.source}: {model.title} has changed since it was saved:", changed))
         if rank_and_world()[0] == 0:
@@ -125,19 +123,10 @@ class Exported:
     def tokenizer(self) -> LoadedTokenizer | None:
         """The tokenizer of the run; None for an import without one. Raises UserError if it is missing or has changed since."""
         numbers = self.stored.manifest.numbers
-        trained_with, training = (
-            numbers["data"].get("tokenizer"),
-            numbers["config"].get("training", {}),
-        )
-        if self.assets and not (Path(self.assets) / "tokenizer.json").is_file():
-            if self._given or trained_with:
-                raise UserError(f"{self.assets}: there is no tokenizer.json in it; name the tokenizer's folder with --assets")
+        absent = self.assets and not (Path(self.assets) / "tokenizer.json").is_file()
+        if absent and not (self._given or numbers["data"].get("tokenizer")):
             return None
-        loaded = open_tokenizer(self.assets, training.get("add_bos"))
-        if trained_with not in (None, tokenizer_digest(loaded)):
-            which = self.assets or "the default one of this installation"
-            raise UserError(f"{self.stored.source}: trained with another tokenizer than {which}; name its folder with --assets")
-        return loaded
+        return tokenizer_of_run(self.stored.source, numbers, self.assets, "--assets")
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of an exported weight. A buffer, the bias of a router, loses no precision: transformers has it in float32."""
@@ -244,6 +233,7 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
         if not (folder / "tokenizer_config.json").is_file():
             eos = loaded.tokenizer.id_to_token(end)
             _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
+        _compare_beginnings(exported.stored.source, loaded, load_tokenizer(str(folder)))
     facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
     if assets and os.path.lexists(assets / "config.json"):
         theirs = read_description(assets)
@@ -256,6 +246,19 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
     _write_json(folder / "config.json", facts | exported.family.to_hf() | dtype)
+
+
+def _compare_beginnings(source: Path, of_run: LoadedTokenizer, written: LoadedTokenizer) -> None:
+    """Warns where the tokenizer's files begin a text otherwise than the run did: they do not hold training.add_bos."""
+    if of_run.beginning == written.beginning:
+        return
+    ours, theirs = (loaded.spelled(loaded.beginning) for loaded in (of_run, written))
+    prompts = f"begin each prompt with {ours}" if of_run.beginning else "tokenize prompts with add_special_tokens=False"
+    log.warning(
+        "%s: the texts of the run begin with %s, and the exported tokenizer begins them with %s. With transformers, %s; "
+        "in a titanlite run from this export, set training.add_bos = %s",
+        source, ours, theirs, prompts, json.dumps(of_run.add_bos),
+    )  # fmt: skip
 
 
 def _read_keys(theirs: Description, family: Family) -> dict[str, Any]:

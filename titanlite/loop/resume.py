@@ -54,7 +54,10 @@ _ON_RESUME = {
 }
 _DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
 _SOURCE = "model.source"  # the code of the model and of the user's own parts, there
-_TEACHER = "teacher"  # its files, there
+TEACHER = "teacher"  # its files, there
+EXCLUDE = "checkpoint.exclude_from_loading"
+# What a run without a checkpoint of its own begins with.
+INITIAL = ("checkpoint.initial_load_path", "checkpoint.initial_load_model_only", "checkpoint.initial_load_in_hf")
 
 
 class RunIdentity(NamedTuple):
@@ -335,7 +338,7 @@ def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
         then, here = ({name: source for name, source in each.items() if name in then and name in here} for each in (then, here))
     yield from _source_changes(then, here)
     if (teacher := numbers.get("teacher", "")) != (given := digest_of_teacher(run.config)):
-        yield Change(_TEACHER, teacher, given)
+        yield Change(TEACHER, teacher, given)
 
 
 def compared(config: Config, global_batch: int, total_steps: int) -> dict[str, Any]:
@@ -344,6 +347,14 @@ def compared(config: Config, global_batch: int, total_steps: int) -> dict[str, A
     derived = {"training.global_batch_size": global_batch, "lr_scheduler.total_steps": total_steps}
     every = _flat(config.model_dump()) | derived
     return {key: value for key, value in every.items() if _ON_RESUME[key] != MAY_CHANGE}
+
+
+def loading_of(cfg: Checkpoint, own: bool) -> dict[str, Any]:
+    """The keys that decided what a start loaded, for its record; `replay` from before it does not load there.
+
+    own: it resumed from a checkpoint of its run, and did not begin from initial_load_path or from the initial weights.
+    """
+    return {key: getattr(cfg, key.split(".")[1]) for key in (EXCLUDE, *(() if own else INITIAL))}
 
 
 def _sources(run: RunIdentity, numbers: dict[str, Any]) -> tuple[ModelSource, ModelSource]:
@@ -386,7 +397,7 @@ def _source_sentence(source: dict[str, Any] | None, data: dict[str, Any]) -> str
 
 def changeable() -> list[str]:
     """The keys that checkpoint.allow_changes can name."""
-    return [*(key for key, rule in _ON_RESUME.items() if rule is None), _DATA, _SOURCE, _TEACHER]
+    return [*(key for key, rule in _ON_RESUME.items() if rule is None), _DATA, _SOURCE, TEACHER]
 
 
 def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from titanlite.config.schema import Config
 from titanlite.ground import torch_private
 from titanlite.loop.resume import Progress, RunIdentity
 from titanlite.optim.lr_schedule import Schedule
-from titanlite.parallel.mesh import data_degree, needs_fsdp
+from titanlite.parallel.mesh import data_degree, mesh_title, needs_fsdp
 from titanlite.parallel.pipeline import split_layers
 from titanlite.registry.family import Family
 from titanlite.registry.teacher import config_of_teacher
@@ -55,8 +55,7 @@ def derived_values(
     """Derived values, for the start of the log: name -> sentence."""
     config, family, data, global_batch = run
     training = config.training
-    used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
-    split = f", sequences split by {config.parallelism.context_parallel_method}" if "cp" in used else ""
+    split = f", sequences split by {config.parallelism.context_parallel_method}" if mesh["cp"].size() > 1 else ""
     flops, of_teacher = training_flops(family, config), config_of_teacher(config)
     whole = on_meta(family, config)  # of a pipeline, no rank has it
     total = sum(p.numel() for p in whole.parameters())
@@ -90,7 +89,7 @@ def derived_values(
         "model": f"{config.model.title}, {total:,} parameters{frozen}",
         **({"teacher": f"{of_teacher.model.name}, {config.distillation.teacher}"} if of_teacher else {}),
         **({"built in": note} if (note := built_in(config, total)) else {}),
-        "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
+        "mesh": mesh_title(mesh),
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",

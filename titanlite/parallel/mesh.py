@@ -47,6 +47,12 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     return sizes | {"dp_shard": fixed.get("dp_shard", world_size // product)}
 
 
+def mesh_title(mesh: DeviceMesh) -> str:
+    """ "dp_shard 2 x tp 2", or "one process"."""
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
 def needs_fsdp(config: Config, ranks: int) -> bool:
     """Whether FSDP2 is used: to gather, to offload, or to accumulate in another precision. Its keys need that."""
     return effective_when(Parallelism.model_fields["fsdp_prefetch"]).failing(config, Hardware(ranks=ranks)) is None

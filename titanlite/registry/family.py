@@ -119,6 +119,20 @@ def family_of(keys: Model) -> Family:
     return load_family(keys.name, keys.flavor, keys.hf_assets_path, keys.overrides)
 
 
+def stored_family(keys: Model, folder: str, option: str) -> Family:
+    """The family that the [model] of a checkpoint names, where model.hf_assets_path may have moved since.
+
+    folder: what the user gives as `option`, or "": the new path. For the flavor "hf", its config.json has the dimensions; a
+    folder without one holds a tokenizer alone. Raises UserError, also where the path is gone and no folder is given.
+    """
+    stored = keys.hf_assets_path
+    gone = stored and not Path(stored).is_dir()
+    if gone and not folder:
+        raise UserError(f'model.hf_assets_path = "{stored}": no such folder; name its new path with {option}')
+    taken = folder if folder and (gone or (Path(folder) / "config.json").is_file()) else stored
+    return family_of(keys.model_copy(update={"hf_assets_path": taken}))
+
+
 def vocabulary_of(keys: Model) -> int:
     """The size of the vocabulary of the model that [model] names. Raises UserError as `load_family` does."""
     return family_of(keys).config.vocab_size

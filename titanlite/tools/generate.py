@@ -5,9 +5,10 @@
 Continues each prompt with the newest checkpoint of a run, one checkpoint, or a model in Hugging Face's format, and prints
 prompt and continuation. DIR, or --checkpoint DIR, is the folder of the run, checkpoint or model. Sampling is seeded per prompt,
 by --seed and the number of the prompt. --temperature 0 takes the most likely token each time. --tp N splits the model over N
-GPUs, or processes. The defaults of --dtype and --tokenizer are those of the run or folder. --model names the module of the
-model, if it is not a family of models/, or if config.json does not decide it. --weights ema uses the moving average of the
-weights (optimizer.ema_decay). A damaged checkpoint is refused.
+GPUs, or processes. The defaults of --dtype and --tokenizer are those of the run or folder. For a run, --tokenizer is the new
+path of model.hf_assets_path, if that has moved; another tokenizer is refused. --model names the module of the model, if it is
+not a family of models/, or if config.json does not decide it. --weights ema uses the moving average of the weights
+(optimizer.ema_decay). A damaged checkpoint is refused.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def model_source(options: argparse.Namespace) -> Path:
     """
     folder = options.dir or options.checkpoint
     source = folder if is_hf_folder(folder) else checkpoints(folder)[-1]
-    family = family_at(source, options.model or "")
+    family = family_at(source, options.model or "", str(options.tokenizer or ""))
     if reason := no_generation(family.limits):
         raise UserError(f"{source}: {family.module.__name__} cannot generate or score: it {reason}")
     if options.tp > 1:

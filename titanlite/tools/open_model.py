@@ -15,7 +15,7 @@ from titanlite.checkpoint.tensors import AVERAGE_UPDATES, AVERAGES, WEIGHTS, mod
 from titanlite.checkpoint.whole import no_average
 from titanlite.config.read import stored_config
 from titanlite.config.schema import Config
-from titanlite.data.sources import open_tokenizer
+from titanlite.data.sources import tokenizer_of_run
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.hf.folder import Entry, find_weights
@@ -24,7 +24,7 @@ from titanlite.launch.process import rank_and_world
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.registry.description import read_description
-from titanlite.registry.family import FROM_ASSETS, Family, described, family_of, load_module, reader_of, trusted
+from titanlite.registry.family import FROM_ASSETS, Family, described, load_module, reader_of, stored_family, trusted
 from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
@@ -71,11 +71,14 @@ def recognize(folder: Path, model: str = "") -> Recognized:
     return Recognized(model, flavor, Family(module, config))
 
 
-def family_at(source: Path, model: str = "") -> Family:
-    """The family of a checkpoint, or of a folder in Hugging Face's format. model: `name` of `open_model`. Raises UserError."""
+def family_at(source: Path, model: str = "", assets: str = "") -> Family:
+    """The family of a checkpoint, or of a folder in Hugging Face's format. model: `name` of `open_model`; assets: as there.
+
+    Raises UserError.
+    """
     if is_hf_folder(source):
         return recognize(source, model).family
-    return family_of(_trusted_config(manifest.read(source), source, model).model)
+    return stored_family(_trusted_config(manifest.read(source), source, model).model, assets, "--tokenizer")
 
 
 def _trusted_config(stored: manifest.Manifest, source: Path, model: str) -> Config:
@@ -89,10 +92,10 @@ def open_model(
     """The model of a checkpoint, or of a folder in Hugging Face's format, split over all ranks by tensor parallelism.
 
     All ranks call this together, in a process group. dtype: None means the compute precision of the run, or the dtype of the
-    stored weights. assets: the folder of a tokenizer; empty means that of the run or folder. name: the model's module, as the
-    user's command names it; empty means the family of a folder's model_type, or the family of models/ that a checkpoint names.
-    average: use a checkpoint's EMA. Raises UserError for a damaged checkpoint or folder, and for a model whose dimensions have
-    changed since.
+    stored weights. assets: the folder of a tokenizer, for a checkpoint the new path of model.hf_assets_path; empty means that
+    of the run or folder. name: the model's module, as the user's command names it; empty means the family of a folder's
+    model_type, or the family of models/ that a checkpoint names. average: use a checkpoint's EMA. Raises UserError for a
+    damaged checkpoint or folder, for a model whose dimensions have changed since, and for another tokenizer than the run's.
     """
     if is_hf_folder(source):
         return _open_folder(source, device, dtype, assets, name)
@@ -107,13 +110,12 @@ def _open_checkpoint(
     if average and not config.optimizer.ema_decay:
         raise no_average(source)
     cfg = config.model
-    family = family_of(cfg)
+    family = stored_family(cfg, assets, "--tokenizer")
     if changed := family.changes_since(found.numbers["architecture"]):
         raise UserError(listed(f"{source}: {cfg.title} has changed since it was saved:", changed))
     if rank_and_world()[0] == 0:
         warn_of_changes(source, found.numbers.get("model_source"), family.module)
-    add_bos = config.training.add_bos
-    tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
+    tokenizer = tokenizer_of_run(source, found.numbers, assets or cfg.hf_assets_path, "--tokenizer")
     precision = DTYPES[dtype or config.training.mixed_precision_param]
     model = build(family, config, device, precision, dist.get_world_size())
     stored = tensor_entries(read_metadata(source, found.files))

@@ -1,19 +1,19 @@
 """titanlite replay RUN --step N [--ranks RANKS] [--attempt K] [--model NAME] [--own PART ...]
 
-Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that
-step. Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start
-the command in the folder where the run was started, so that relative paths are found. --model names the module of the model, if
-it is not a family of models/; each --own names a part of your own in the run's configuration, such as my_parts:decay. By
-default the command uses one process, and the numbers equal those of the run within rounding. --ranks N uses the mesh of the run
-on N ranks, and the numbers equal those of the run bit for bit. If rollbacks made the run repeat a step, --attempt selects one,
-counted from 1.
+Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that step.
+Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start the
+command in the folder where the run was started, so that relative paths are found. --model names the module of the model, if it
+is not a family of models/; each --own names a part of your own in the run's configuration, such as my_parts:decay. By default
+the command uses one process, and the numbers equal those of the run within rounding, but not those of a model with dropout.
+--ranks N uses the mesh of the run on N ranks, and the numbers equal those of the run bit for bit. If rollbacks made the run
+repeat a step, --attempt selects one, counted from 1.
 """
 
 import logging
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Config, Parallelism
 from titanlite.data.batches import Batches, steps_of
 from titanlite.data.mixture import Data, open_data
+from titanlite.data.stream import states_for
 from titanlite.data.timeline import Rollback, attempts_at, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_entries, read_reports, read_starts
@@ -41,18 +42,30 @@ from titanlite.launch.local_ranks import on_ranks
 from titanlite.launch.process import of_first_rank
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
+from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
-from titanlite.loop.resume import Progress, RunIdentity, compared, load_run, of_other_stages, restore
+from titanlite.loop.resume import (
+    EXCLUDE,
+    INITIAL,
+    TEACHER,
+    Progress,
+    RunIdentity,
+    compared,
+    load_run,
+    loading_of,
+    of_other_stages,
+    restore,
+)
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, mesh_title, parts_of, resolve_degrees, stage_group
 from titanlite.registry.family import family_of, trusted, vocabulary_of
 from titanlite.registry.own import check_trust, source_of_parts, without_reports
 from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
 from titanlite.transforms.shards import local_part
-from titanlite.verify.compare import Run, begin, follow, on_mesh, relative_difference, replaced
+from titanlite.verify.compare import Run, begin, dropouts, follow, on_mesh, relative_difference, replaced
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +204,7 @@ class Replayed(NamedTuple):
     step: StepRecord
     start: str  # what the replay started from, as text
     layers: dict[str, Norms]
+    other_mesh: str = ""  # that of the run, where dropout drew other numbers than here
 
 
 def replay(
@@ -205,12 +219,16 @@ def replay(
     check_source(step, folder, later, source)
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
     now = compared(config, config.training.global_batch_size, schedule.total_steps)
-    check_between(progress.step, step, read_starts(folder), now, source)
+    now |= {TEACHER: digest_of_teacher(config), **loading_of(config.checkpoint, own=False)}
+    starts = read_starts(folder)
+    check_between(progress.step, step, starts, now, source)
     timeline = progress.timeline.after(progress.step, route.rollbacks)
     here, there = (each.at(step)[0] for each in (timeline, stored(later, "the next checkpoint") if later else timeline))
     if (here.global_batch, here.mixture, here.began) != (there.global_batch, there.mixture, there.began):
         changed = f"sources, weights or the global batch changed after step {progress.step}, and the checkpoint there is gone"
         raise UserError(f"--step {step}: {changed} or damaged; from an earlier one, other samples would be read")
+    if data.stream and not progress.stream and later.get("stream"):  # from its beginning, other ranks would read other rows
+        states_for(data.stream, later["stream"], data_degree(mesh))
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
         raise UserError(f"--step {step}: this run started after step {progress.step}, as a branch of {given}")
@@ -228,23 +246,50 @@ def replay(
     weights = layer_norms(run, before.items())
     updates = layer_norms(run, ((name, p.detach() - before[name]) for name, p in run.model.named_parameters()))
     layers = {name: Norms(gradients.get(name, 0.0), weights[name], updates[name]) for name in weights}
-    return Replayed(run.steps.read()[-1]._replace(first_sample=timeline.at(step)[1]), start, layers)
+    other_mesh = ""
+    if dropouts(family_of(config.model).on_meta()):
+        meshes = [starts[number].get("values", {}).get("mesh") for number, _ in _computing(progress.step, step, starts)]
+        other_mesh = next((mesh_then for mesh_then in meshes if mesh_then not in (None, mesh_title(mesh))), "")
+    return Replayed(run.steps.read()[-1]._replace(first_sample=timeline.at(step)[1]), start, layers, other_mesh)
+
+
+def _computing(before: int, step: int, starts: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """(number, last step) of each start that computed steps after `before`, up to `step`, from which the run went on."""
+    for number, start in enumerate(starts):
+        last = min([step, *(each.get("resumed_step", 0) for each in starts[number + 1 :])])  # a later start went on from there
+        if max(start.get("resumed_step", 0), before) < last:
+            yield number, last
 
 
 def check_between(before: int, step: int, starts: list[dict[str, Any]], now: dict[str, Any], source: ModelSource) -> None:
-    """Raises UserError where a start of the run computed steps after `before`, up to `step`, with other values or other code:
-    the checkpoint behind them is gone. starts: of provenance.json. now: as `compared`."""
-    for number, start in enumerate(starts):
-        begun = start.get("resumed_step", 0)
-        last = min([step, *(each.get("resumed_step", 0) for each in starts[number + 1 :])])  # a later start went on from there
-        if max(begun, before) >= last:
-            continue
+    """Raises UserError where a start of the run computed steps after `before`, up to `step`, with other values or other code,
+    or loaded other tensors: a checkpoint between is gone. starts: of provenance.json. now: as `compared`, with the digest of
+    the teacher and the keys of `loading_of`."""
+    for number, last in _computing(before, step, starts):
+        start = starts[number]
         then, code = start.get("compared", {}), _code_of(start, source)  # an earlier version wrote no values
+        then = then | {TEACHER: start[TEACHER]} if TEACHER in start else then
         different = [f"{key} = {value!r}, was {then[key]!r}" for key, value in now.items() if then.get(key, value) != value]
         different += [f"the code of {name}" for name in changed_modules(code, source) if code]
+        different += _loaded_otherwise(starts[: number + 1], before, now)
         if different:
-            title = f"--step {step}: the steps up to {last} were computed with other values, and their last checkpoint is gone:"
+            title = f"--step {step}: the steps up to {last} were computed with other values, and a checkpoint between is gone:"
             raise UserError(listed(title, different))
+
+
+def _loaded_otherwise(starts: list[dict[str, Any]], before: int, now: dict[str, Any]) -> list[str]:
+    """What the last of these starts loaded otherwise than a replay that begins with the state of step `before`."""
+    *earlier, start = starts
+    begun, loading = start.get("resumed_step", 0), start.get("loading", {})
+    if begun > before:  # as in `load_run`: patterns take effect where the start before had others
+        excluded, wrote = loading.get(EXCLUDE, []), [each for each in earlier if each.get("resumed_step", 0) < begun]
+        same = [] if not wrote else wrote[-1].get("loading", {}).get(EXCLUDE)
+        return [f"{EXCLUDE} = {excluded!r} at the resume from step {begun}"] if excluded not in ([], same) else []
+    if begun < before:  # patterns of a later start would take effect here
+        keys = [EXCLUDE] if now.get(EXCLUDE) else []
+    else:  # without initial_load_path nothing was loaded
+        keys = [INITIAL[0]] if loading.get(INITIAL[0]) == "" else [*loading]
+    return [f"{key} = {now[key]!r}, was {loading[key]!r}" for key in keys if key in loading and loading[key] != now[key]]
 
 
 def begin_before(
@@ -299,11 +344,10 @@ def layer_of(name: str) -> str:
 def describe(replayed: Replayed, run: Path, route: Route, config: Config, mesh: DeviceMesh) -> str:
     """The text that the command prints."""
     step, batch = replayed.step, config.training.global_batch_size
-    used = [f"{name} {mesh[name].size()}" for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
     attempt = f", attempt {route.attempt} of {route.attempts}" if route.attempts > 1 else ""
     lines = [
         f"step {step.number} of {run}{attempt}: samples {step.first_sample} to {step.first_sample + batch - 1}, "
-        f"from {replayed.start}, on {' x '.join(used) or 'one process'}",
+        f"from {replayed.start}, on {mesh_title(mesh)}",
         f"{'loss':<14} {step.loss!r}",
         f"{'gradient norm':<14} {step.norm!r}",
     ]
@@ -311,6 +355,9 @@ def describe(replayed: Replayed, run: Path, route: Route, config: Config, mesh: 
     if route.attempt == route.attempts and {"loss", "grad_norm"} <= report.keys():
         loss, norm = _compared(step.loss, report["loss"]), _compared(step.norm, report["grad_norm"])
         lines.append(f"{'metrics.jsonl':<14} loss {loss}, gradient norm {norm}")
+    if replayed.other_mesh:
+        other = f"the run's mesh was {replayed.other_mesh}, where the model's dropout drew other numbers"
+        lines.append(f"{'not equal':<14} {other}: differences are larger than rounding; --ranks repeats that mesh")
     width = max(len(name) for name in ["layer", *replayed.layers])
     lines.append(f"{'layer':<{width}} {'gradient':>12} {'weights':>12} {'update':>12} {'update/weights':>15}")
     for name, layer in replayed.layers.items():

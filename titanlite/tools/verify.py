@@ -1,8 +1,9 @@
 """titanlite verify CONFIG.toml [--mesh 1 --mesh "dp_shard=2,tp=2" ...] [--steps 5] [--section.key value ...]
 
-Trains your own configuration for a few steps on each mesh, in float32 without float8, and compares every mesh with the first
-one: initial weights, global batches, losses, gradient norms, and the gradient of every parameter. The table names what
-differs. Scale a large model down with --model.flavor or other options: the command tests the mesh.
+Trains your own configuration for a few steps on each mesh, in float32 without float8 and without the model's dropout layers,
+which draw other numbers on every mesh, and compares every mesh with the first one: initial weights, global batches, losses,
+gradient norms, and the gradient of every parameter. The table names what differs. Scale a large model down with --model.flavor
+or other options: the command tests the mesh.
 
 The tolerance of a gradient is 1e-5 of its norm, or ten times what rounding alone changes on the first mesh, and at most 5e-3. A
 larger difference that rounding may explain is measured again in float64. Exit code 0: equal; 1: not equal; 2: a user error, or
@@ -41,8 +42,9 @@ from titanlite.verify.compare import (
     compare,
     meshes_of,
     on_mesh,
-    record,
+    record_run,
     replaced,
+    without_dropout,
 )
 from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of, settle, tolerances
 from titanlite.verify.small_runs import describe
@@ -142,16 +144,23 @@ def _run(use_gpus: bool, function: Callable[..., Any], config: Config, degrees: 
 
 def _record(device: torch.device, config: Config, degrees: dict[str, int], with_noise: bool = False) -> Trajectory:
     data, mesh = open_data(config, vocabulary_of(config.model)), build_mesh(degrees, device.type)
-    trajectory = record(config, data, mesh, device)
+    trajectory = record_run(_fresh(config, mesh, device), batches_of(config, data, mesh))
     if not with_noise:
         return trajectory
     batch = next(iter(batches_of(config, data, mesh)))
     return trajectory._replace(noise=noise_of(functools.partial(_begun, config, mesh, device), batch))
 
 
+def _fresh(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
+    """A run before its first step; `verify` begins each with it."""
+    run = begin(config, mesh, device)
+    without_dropout(run.model)
+    return run
+
+
 def _begun(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
     """A run before its first step, with what the user's hooks have changed in its model."""
-    return after_building(begin(config, mesh, device))
+    return after_building(_fresh(config, mesh, device))
 
 
 def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Runs of a few steps, and how they differ: the engine of `verify`, `check-model` and `replay`.
 
-`begin` and `follow` train with the functions of the training loop. `record` keeps what a run did. `compare` lists every value
-that differs from a reference run, with its relative difference and tolerance.
+`begin` and `follow` train with the functions of the training loop. `record_run` keeps what a run did. `compare` lists every
+value that differs from a reference run, with its relative difference and tolerance.
 """
 
 import math
@@ -21,6 +21,7 @@ from titanlite.config.tables import Section
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
+from titanlite.ground.torch_private import AnyDropout
 from titanlite.launch import process
 from titanlite.launch.process import of_all_ranks
 from titanlite.loop.divergence import Steps
@@ -125,6 +126,17 @@ def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
     return Run(config, mesh, device, *begin_training(family_of(config.model), config, mesh, device), Steps(mesh))
 
 
+def dropouts(model: nn.Module) -> list[AnyDropout]:
+    """The dropout layers of a model that draw numbers; not calls of F.dropout."""
+    return [module for module in model.modules() if isinstance(module, AnyDropout) and module.p > 0]
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Turns the dropout layers of a model off: they draw other numbers on every mesh."""
+    for module in dropouts(model):
+        module.p = 0.0
+
+
 def after_building(run: Run) -> Run:
     """The run, after the user's own hooks that `train.py` calls once the model has its weights."""
     OwnCode(run.config, metrics=False).call("after_building", run.model, run.config)
@@ -159,11 +171,6 @@ class Trajectory(NamedTuple):
     dtypes: set[torch.dtype]  # of masters, gradients and moments
     updates: dict[str, Tensor]  # what all steps together changed in each trained parameter
     noise: dict[str, float] | None = None  # of a reference: how far rounding alone changes each gradient, relative to its norm
-
-
-def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -> Trajectory:
-    """Trains `training.steps` steps on `data`; all ranks return the same."""
-    return record_run(begin(config, mesh, device), batches_of(config, data, mesh))
 
 
 def batches_of(config: Config, data: Data, mesh: DeviceMesh) -> Batches:

@@ -26,7 +26,6 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config, Model
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import AnyDropout
 from titanlite.launch.local_ranks import describe_error
 from titanlite.launch.process import of_all_ranks
 from titanlite.loop.loss import sequence_of
@@ -49,6 +48,7 @@ from titanlite.verify.compare import (
     relative_difference,
     replaced,
     whole,
+    without_dropout,
 )
 from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of
 
@@ -340,9 +340,7 @@ def make_sensitive(model: Decoder, family: Family, seed: int) -> None:
                 noise = torch.empty_like(parameter)
                 fill(noise, name, Normal(0.1), seed)
                 parameter.add_(noise)
-    for module in model.modules():
-        if isinstance(module, AnyDropout):
-            module.p = 0.0
+    without_dropout(model)
 
 
 def drop_inputs(model: Decoder) -> None:

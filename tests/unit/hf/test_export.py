@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import tiny
@@ -131,13 +132,28 @@ def test_files_beside_the_runs_tokenizer_are_copied_and_its_ids_are_kept(pools, 
 def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, sources, monkeypatch, tmp_path):
     """config.json of the pretrained model had limited what serves and evaluates the longer one."""
     read_manifest = manifest.read
-    monkeypatch.setattr(manifest, "read", lambda folder: _with_length(read_manifest(folder), 4096))
+    monkeypatch.setattr(manifest, "read", lambda folder: _trained(read_manifest(folder), seq_len=4096))
     export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(sources("tests.tiny", "plain")))
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 4096
 
 
-def _with_length(found: manifest.Manifest, seq_len: int) -> manifest.Manifest:
-    return found._replace(numbers=found.numbers | {"config": found.numbers["config"] | {"training": {"seq_len": seq_len}}})
+def _trained(found: manifest.Manifest, **training: object) -> manifest.Manifest:
+    return found._replace(numbers=found.numbers | {"config": found.numbers["config"] | {"training": training}})
+
+
+@pytest.mark.parametrize("add_bos", [True, False, None])
+def test_a_warning_says_where_the_exported_tokenizer_begins_texts_otherwise_than_the_run(
+    imported, source, monkeypatch, caplog, tmp_path, add_bos
+):
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "bos_token": "<s>"}')
+    read_manifest = manifest.read
+    monkeypatch.setattr(manifest, "read", lambda folder: _trained(read_manifest(folder), add_bos=add_bos))
+    export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(source))
+    assert ("run begin with <s>, and" in caplog.text and "set training.add_bos = true" in caplog.text) == bool(add_bos)
+    assert bool(caplog.text) == bool(add_bos)
 
 
 def test_leftovers_of_a_killed_export_are_removed_and_a_complete_one_is_kept(imported, tmp_path):
