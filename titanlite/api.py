@@ -170,7 +170,7 @@ class Run:
         return continue_texts(_loaded(exported), tokenizer, prompts, max_new_tokens, sampling or Sampling())
 
     def _opened(self, checkpoint: Path | None, name: str) -> Exported:
-        return Exported(Stored(checkpoint or self.checkpoints()[-1]), named=name)
+        return Exported(Stored(checkpoint or self.checkpoints()[-1]), torch.float32, named=name)
 
 
 def _loaded(exported: Exported) -> Decoder:
