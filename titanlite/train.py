@@ -106,7 +106,7 @@ def train(
         progress, schedule = load()
     check_ranks(schedule, config)
     progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0 commits checkpoints, with its own
-    own_code.call("after_building", model, config)
+    own_code.after_building(model, config, optimizer)
     facts = derived_values(setting, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)

@@ -127,7 +127,7 @@ def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
 
 def after_building(run: Run) -> Run:
     """The run, after the user's own hooks that `train.py` calls once the model has its weights."""
-    OwnCode(run.config, metrics=False).call("after_building", run.model, run.config)
+    OwnCode(run.config, metrics=False).after_building(run.model, run.config, run.optimizer)
     return run
 
 
