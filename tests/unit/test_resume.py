@@ -252,6 +252,30 @@ def test_no_step_follows_a_schedule_that_ended_at_rate_zero_and_the_remedy_works
     assert resume({STEPS: 20}).total_steps == 20
 
 
+# ------------------------------------------------------------------------------------------------------------ excluded tensors
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "applied"),
+    [([], ["model.*"], ["model.*"]), (["a.*", "b.*"], ["b.*", "a.*"], []), (["a.*", "b.*"], ["c.*", "b.*"], ["c.*"])],
+)
+def test_only_patterns_that_the_checkpoint_was_not_written_with_are_applied(monkeypatch, caplog, before, now, applied):
+    """A list in another order, or with another pattern, reset all tensors, which were trained meanwhile."""
+    key, found = "checkpoint.exclude_from_loading", []
+    monkeypatch.setattr(load, "load_tensors", lambda source, manifest, tensors, exclude, **_: found.extend(exclude))
+    with caplog.at_level("INFO"):
+        load_run(SOURCE, stored({key: before}), setting(configuration({key: now})), {})
+    assert found == applied
+    assert [message.split('"')[1] for message in caplog.messages if message.startswith(key)] == applied
+
+
+def test_patterns_in_a_manifest_are_a_list_of_texts():
+    found = stored()
+    found.numbers["config"]["checkpoint"]["exclude_from_loading"] = "optimizer.*"
+    with pytest.raises(UserError, match=r"checkpoint\.exclude_from_loading"):
+        load_run(SOURCE, found, setting(configuration()), {})
+
+
 # ---------------------------------------------------------------------------------------------- sums of losses, the run's id
 
 

@@ -215,9 +215,11 @@ def load_run(
 
     manifest.check_run(source, found)
     schedule, progress = check_changes(run, source, found), _progress(run, source, found.numbers)
-    exclude = run.config.checkpoint.exclude_from_loading
-    if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
-        exclude = []  # the run that wrote the checkpoint excluded the same tensors, and has trained them since
+    # what the run that wrote the checkpoint has excluded, it has trained since
+    applied = found.numbers["config"]["checkpoint"].get("exclude_from_loading", [])
+    exclude = [pattern for pattern in run.config.checkpoint.exclude_from_loading if pattern not in applied]
+    for pattern in exclude:
+        log.info('checkpoint.exclude_from_loading: tensors that match "%s" keep their initial values', pattern)
     then = found.numbers["config"].get("optimizer", {}).get("ema_decay", 0.0)
     now = run.config.optimizer.ema_decay
     if bool(then) != bool(now):
