@@ -15,6 +15,7 @@ from tests.distributed.scenarios import learnable_data
 from tests.token_files import data_of
 from titanlite.checkpoint import load
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.config.effects import Hardware
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -27,7 +28,7 @@ from titanlite.loop.resume import (
     load_run,
     numbers_of,
 )  # fmt: skip
-from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.optim.lr_schedule import Schedule, build_schedule, faults
 from titanlite.registry.family import Family, family_of, load_family
 from titanlite.tools.import_hf import imported_numbers
 
@@ -241,6 +242,32 @@ def test_another_planned_length_moves_the_decay_and_must_be_allowed():
 def test_the_planned_length_may_be_set_explicitly():
     assert resume({TOTAL: 20, STEPS: 20}).total_steps == 20
     assert resume({STEPS: 15}, stored({TOTAL: 20, STEPS: 10})).total_steps == 20
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own folder", "branch"])
+def test_a_resumed_run_may_end_during_the_warm_up(tmp_path, own):
+    """training.steps was taken for the length of the schedule, and keys of its decay for ones without effect."""
+    lr = {"lr_scheduler.warmup_steps": 15, "lr_scheduler.decay_type": "cosine", "lr_scheduler.min_lr_factor": 0.1}
+    keys = lr | {STEPS: 12, "job.dump_folder": str(tmp_path), "checkpoint.enable": True}
+    assert [fault.split(" = ")[0] for fault in faults(configuration(keys))] == ["lr_scheduler.warmup_steps"]
+    if own:
+        (tmp_path / "checkpoint/step-00000010").mkdir(parents=True)
+    else:
+        keys |= {"checkpoint.initial_load_path": "run/checkpoint/step-00000010", "checkpoint.initial_load_model_only": False}
+    config = configuration(keys).settled(Hardware())
+    assert list(faults(config)) == []
+    assert list(faults(configuration(keys | {TOTAL: 12}))) != []
+    assert check_changes(setting(config), SOURCE, stored(lr)) == build_schedule(configuration(lr))
+
+
+def test_phases_that_do_not_fit_in_the_schedule_of_the_checkpoint_are_refused_and_the_remedy_works():
+    keys = {"lr_scheduler.warmup_steps": 30, STEPS: 40}
+    with pytest.raises(
+        UserError, match=r"lr_scheduler\.warmup_steps = 30: .*total_steps = 20\nTo set another length"
+    ) as raised:
+        resume(keys | {ALLOW: ["lr_scheduler.warmup_steps"]})
+    allowed = shlex.split(str(raised.value).rpartition("--checkpoint.allow_changes ")[2])[0].split(",")
+    assert resume(keys | {TOTAL: 40, ALLOW: allowed}).total_steps == 40
 
 
 def test_no_step_follows_a_schedule_that_ended_at_rate_zero_and_the_remedy_works():

@@ -38,7 +38,7 @@ from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
 from titanlite.optim import ema
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.optim.lr_schedule import Schedule, build_schedule, phase_faults
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import data_rank
 from titanlite.registry.family import Family
@@ -307,6 +307,10 @@ def check_changes(run: RunIdentity, source: Path, found: Manifest) -> Schedule:
     for change in different:
         log.info("changed since the checkpoint, as allowed: %s", change)
     schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
+    planned = f"lr_scheduler.total_steps = {schedule.total_steps}"
+    if unfit := list(phase_faults(config.lr_scheduler, schedule.total_steps, planned)):
+        remedy = f"To set another length: --lr_scheduler.total_steps STEPS {_allow(config, ['lr_scheduler.total_steps'])}"
+        raise UserError(listed(f"{source}: its schedule, which a resumed run keeps, is too short:", unfit, remedy))
     undecayed = config.decay_steps > 0 and schedule.decay_start >= schedule.decay_end
     if config.training.steps > schedule.total_steps and (undecayed or schedule.at(schedule.total_steps + 1) == 0.0):
         ends = "before its decay" if undecayed else "with a learning rate of 0"
