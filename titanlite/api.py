@@ -38,14 +38,12 @@ _SCRIPT = Path(__file__).parents[1] / "run_train.sh"  # sets what makes ranks fa
 _LAST_LINES = 30  # of the log, in the message of a run that has failed
 
 
-def run(
-    config: str | Path | Mapping[str, Mapping[str, Any]], *, ranks: int | None = None, **sections: Mapping[str, Any]
-) -> "Run":
+def run(config: str | Path | Mapping[str, Any], *, ranks: int | None = None, **sections: Any) -> "Run":
     """Trains to the end, and prints the log as it comes. -> the run's folder.
 
-    config: a TOML file, or its tables as a dictionary. sections: values that go before those of the file, as options do:
-    `optimizer={"lr": 1e-3}`; None is the default of a key. ranks: processes on this machine; None: NGPU, else a rank for each
-    GPU, or one. A run whose folder has a checkpoint resumes from it.
+    config: a TOML file, or its tables as a dictionary, whose `base` is relative to the current folder. sections: values that
+    go before those of the file, as options do: `optimizer={"lr": 1e-3}`; None is the default of a key. ranks: processes on
+    this machine; None: NGPU, else a rank for each GPU, or one. A run whose folder has a checkpoint resumes from it.
 
     Raises UserError for a fault in the configuration or data, and RuntimeError for a run that failed or was stopped before its
     last step. KeyboardInterrupt, of Ctrl-C or of a notebook's stop button, ends the ranks.
@@ -53,18 +51,36 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
             file = Path(folder) / "config.toml"
-            tables = [(section, {k: _given(section, k, v) for k, v in keys.items()}) for section, keys in config.items()]
-            lines = [f"{toml_key(section)} = {toml_value(keys)}\n" for section, keys in tables]
-            file.write_text("".join(lines), encoding="utf-8")
+            file.write_text(_toml_of(config), encoding="utf-8")
         else:
             file = Path(config)
-        given = ((section, key, value) for section, keys in sections.items() for key, value in keys.items())
-        options = [f"--{section}.{key}={_option(section, key, value)}" for section, key, value in given]
+        options = [option for section, keys in sections.items() for option in _options(section, keys)]
         resolved = read_config(file, options)  # refuses unknown keys without starting anything
         command = [str(_SCRIPT)] if _SCRIPT.is_file() else [sys.executable, "-m", "titanlite", "launch"]
         number = os.environ.get("NGPU") or max(1, torch.cuda.device_count()) if ranks is None else ranks
         _follow([*command, str(file), *options], os.environ | {"NGPU": str(number), "PYTHON": sys.executable})
     return Run(resolved.job.dump_folder)
+
+
+def _toml_of(tables: Mapping[str, Any]) -> str:
+    """The text of a TOML file with these tables. What is no table is a line of its own, such as `training.steps = 5`."""
+    lines = []
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            keys = {key: _given(name, key, each) for key, each in value.items()}
+            lines.append(f"{toml_key(name)} = {toml_value(keys)}\n")
+        elif value is not None:
+            if name == "base" and value and isinstance(value, str | Path):
+                value = os.path.abspath(value)
+            lines.append(f"{'.'.join(map(toml_key, name.split('.')))} = {toml_value(value)}\n")
+    return "".join(lines)
+
+
+def _options(section: str, keys: Any) -> list[str]:
+    """The options for a section. What is no table is one option, such as `--training.steps=5`."""
+    if not isinstance(keys, Mapping):
+        return [f"--{section}={_option(*section.partition('.')[::2], keys)}"]
+    return [f"--{section}.{key}={_option(section, key, value)}" for key, value in keys.items()]
 
 
 def _given(section: str, key: str, value: Any) -> Any:
@@ -170,7 +186,7 @@ class Run:
         return continue_texts(_loaded(exported), tokenizer, prompts, max_new_tokens, sampling or Sampling())
 
     def _opened(self, checkpoint: Path | None, name: str) -> Exported:
-        return Exported(Stored(checkpoint or self.checkpoints()[-1]), named=name)
+        return Exported(Stored(checkpoint or self.checkpoints()[-1]), torch.float32, named=name)
 
 
 def _loaded(exported: Exported) -> Decoder:

@@ -107,7 +107,7 @@ def train(
     check_ranks(schedule, config)
     loading = loading_of(config.checkpoint, own=bool(progress.run))
     progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0 commits checkpoints, with its own
-    own_code.call("after_building", model, config)
+    own_code.after_building(model, config, optimizer)
     facts = derived_values(setting, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)

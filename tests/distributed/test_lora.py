@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+import titanlite
 from tests.distributed import scenarios
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, mesh_of
@@ -142,3 +143,6 @@ def test_an_export_rounds_a_merged_weight_once_to_its_dtype(pools, tmp_path, bas
         exported = Exported(Stored(source), dtype, named="tests.tiny").read_tensor("layers.0.attention.wq.weight")
         assert exported.dtype == (dtype or torch.bfloat16)
         torch.testing.assert_close(exported.double(), expected, rtol=torch.finfo(exported.dtype).eps, atol=1e-7)
+    opened = titanlite.Run(tmp_path).model(name="tests.tiny").layers["0"].attention.wq.weight  # in float32: not rounded at all
+    weight, a, b = (found[f"{layer}.{name}"].float() for name in ("weight", A, B))
+    assert torch.equal(opened, torch.addmm(weight, b, a, alpha=KEYS["alpha"] / KEYS["rank"]))

@@ -4,6 +4,7 @@ import builtins
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import numpy as np
@@ -120,6 +121,23 @@ def test_none_is_a_dimension_in_overrides_and_an_option_that_is_not_given_elsewh
     titanlite.run({}, job={"dump_folder": folder}, **tables)
     found = [(config.model.overrides, config.training.loss_options) for config in started]
     assert found == [({"rope_scaling": "none"}, {"power": 2})] * 2
+
+
+def test_an_entry_that_is_no_table_is_a_line_as_in_a_file(folder, monkeypatch):
+    """`base` ended in an AttributeError, and so did keys outside of tables."""
+    started = []
+    monkeypatch.setattr(api, "_follow", lambda command, _: started.append(read_config(command[1], command[2:])))
+    (folder / "below.toml").write_text("training.seq_len = 64\n")
+    job: dict[str, Any] = {"job": {"dump_folder": folder}}
+    for base in ("below.toml", Path("below.toml")):
+        titanlite.run({"base": base, "training.steps": 5, "optimizer": None, **job})
+        titanlite.run({"base": base, **job}, **{"training.steps": 5})
+    assert [(each.training.seq_len, each.training.steps) for each in started] == [(64, 5)] * 4
+    for tables, fault in (({"training": 5}, "training = 5"), ({"steps": 5}, "steps = 5"), ({"base": 5}, "base = 5")):
+        with pytest.raises(ValueError, match=fault):
+            titanlite.run({**tables, **job})
+    with pytest.raises(ValueError, match='training = "5"'):
+        titanlite.run({}, training=5, **job)
 
 
 @pytest.mark.slow

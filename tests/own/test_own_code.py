@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, full_run, mesh_of, trajectory
-from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, run, run_config, stored
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, Degrees, reports, resumes_once, run, run_config, stored
 from tests.distributed.test_variants import FLOAT8, STAGES, rounded
 from tests.own import watching
 from tests.own.parts import head_entropy
@@ -18,6 +18,7 @@ from titanlite.ground.errors import UserError
 from titanlite.loop.loss import to_microbatch
 from titanlite.loop.own_code import OwnCode, faults
 from titanlite.loop.step import build_model
+from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
@@ -83,6 +84,26 @@ def test_attention_to_all_tokens_alike_has_the_entropy_of_their_number(pools):
     ((found, expected),) = pools[1].run(f"{__name__}:uniform")
     assert len(found) == 16
     assert [total / count for total, count in found.values()] == pytest.approx([expected] * 16, rel=1e-5)
+
+
+def test_a_run_whose_hook_freezes_a_parameter_resumes_bit_for_bit(pools, tmp_path):
+    """The load, which comes before the hook, wanted moments that the save, after it, had left out."""
+    found = resumes_once(
+        pools, {"dp_shard": 2}, tmp_path, optimizer={"ema_decay": 0.9}, hooks={"modules": ["tests.own.freezing"]}
+    )
+    assert not found["optimizer.embed.weight.exp_avg"].any() and found["optimizer.head.output.weight.exp_avg"].any()
+    assert torch.equal(found["ema.embed.weight"], found["model.embed.weight"])
+
+
+@pytest.mark.parametrize("arguments", ["after_building(model, config)", "after_step(step, model, optimizer)"])
+def test_a_hook_that_unfreezes_what_the_optimizer_does_not_have_is_refused(arguments, own_module):
+    own_module(f"def {arguments}:\n    model.requires_grad_(True)\n")
+    config, model = with_own_code(hooks=["own_code"]), torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    optimizer, own_code = build_optimizer(model, config.optimizer), OwnCode(config)
+    with pytest.raises(UserError, match=r"^hooks\.modules: .* bias, which \[\[optimizer\.groups\]\]"):
+        own_code.after_building(model, config, optimizer)
+        own_code.after_step(1, model, optimizer)
 
 
 def test_weights_that_a_hook_sets_to_zero_move_again_with_remainders(pools, tmp_path):

@@ -13,6 +13,7 @@ from titanlite.config.effects import Hardware
 from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml, toml_value
 from titanlite.config.schema import Config, Section
 from titanlite.ground.errors import HelpRequested, UserError
+from titanlite.ground.untrusted import parse_toml
 from titanlite.tools.help import print_help
 
 # Values that are hard to write; all other keys have one that the schema gives.
@@ -225,6 +226,32 @@ def test_values_of_python_are_read_back_as_options_and_in_tables(tmp_path):
     for config in (read_config(None, options), read_config(write(tmp_path, text), [])):
         assert (config.optimizer.lr, config.training.steps) == (1e-4, 2)
         assert config.training.sources[0].model_dump(exclude_unset=True) == {"path": "a", "weight": 0.5}
+
+
+def test_dots_in_texts_and_comments_are_no_names_of_a_key(tmp_path):
+    """A pattern with more than 100 dots made the configuration that a run had written unreadable."""
+    pattern = "|".join(f"layers.{number}" for number in range(102))
+    config = Config.model_validate({"optimizer": {"decay_parameters": pattern}})
+    path = write(tmp_path, f"{to_toml(config)}# {pattern}\n")
+    assert read_config(path, [f"--optimizer.decay_parameters={pattern}"]) == read_config(path, []) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "KEY = 1",
+        "[KEY]",
+        """x = { y = ["=", '''a\\''''', { KEY = 1, z = '"' }] }""",
+        """x = { y = ['#', '"', \"""a\\\\""\\\"""\""", { KEY = 1, z = "\\"'" }] }""",
+        """x = \"""\\\\\"""  # "\nKEY = "#\"""",
+    ],
+)
+def test_a_key_of_many_names_is_refused_whatever_texts_are_beside_it(text):
+    """The parser takes time in the square of their number."""
+    for name in ("a", '"="', "'#'"):
+        assert parse_toml(text.replace("KEY", ".".join([name] * 50)))
+        with pytest.raises(ValueError, match="key of more than 100 names"):
+            parse_toml(text.replace("KEY", ".".join([name] * 102)))
 
 
 def test_keys_without_effect_are_comments_so_that_the_written_file_is_valid(tmp_path):

@@ -15,6 +15,7 @@ from tests.distributed.scenarios import learnable_data
 from tests.token_files import data_of
 from titanlite.checkpoint import load
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.config.effects import Hardware
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -27,7 +28,7 @@ from titanlite.loop.resume import (
     load_run,
     numbers_of,
 )  # fmt: skip
-from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.optim.lr_schedule import Schedule, build_schedule, faults
 from titanlite.registry.family import Family, family_of, load_family
 from titanlite.tools.import_hf import imported_numbers
 
@@ -243,6 +244,32 @@ def test_the_planned_length_may_be_set_explicitly():
     assert resume({STEPS: 15}, stored({TOTAL: 20, STEPS: 10})).total_steps == 20
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own folder", "branch"])
+def test_a_resumed_run_may_end_during_the_warm_up(tmp_path, own):
+    """training.steps was taken for the length of the schedule, and keys of its decay for ones without effect."""
+    lr = {"lr_scheduler.warmup_steps": 15, "lr_scheduler.decay_type": "cosine", "lr_scheduler.min_lr_factor": 0.1}
+    keys = lr | {STEPS: 12, "job.dump_folder": str(tmp_path), "checkpoint.enable": True}
+    assert [fault.split(" = ")[0] for fault in faults(configuration(keys))] == ["lr_scheduler.warmup_steps"]
+    if own:
+        (tmp_path / "checkpoint/step-00000010").mkdir(parents=True)
+    else:
+        keys |= {"checkpoint.initial_load_path": "run/checkpoint/step-00000010", "checkpoint.initial_load_model_only": False}
+    config = configuration(keys).settled(Hardware())
+    assert list(faults(config)) == []
+    assert list(faults(configuration(keys | {TOTAL: 12}))) != []
+    assert check_changes(setting(config), SOURCE, stored(lr)) == build_schedule(configuration(lr))
+
+
+def test_phases_that_do_not_fit_in_the_schedule_of_the_checkpoint_are_refused_and_the_remedy_works():
+    keys = {"lr_scheduler.warmup_steps": 30, STEPS: 40}
+    with pytest.raises(
+        UserError, match=r"lr_scheduler\.warmup_steps = 30: .*total_steps = 20\nTo set another length"
+    ) as raised:
+        resume(keys | {ALLOW: ["lr_scheduler.warmup_steps"]})
+    allowed = shlex.split(str(raised.value).rpartition("--checkpoint.allow_changes ")[2])[0].split(",")
+    assert resume(keys | {TOTAL: 40, ALLOW: allowed}).total_steps == 40
+
+
 def test_no_step_follows_a_schedule_that_ended_at_rate_zero_and_the_remedy_works():
     with pytest.raises(UserError, match=r"training\.steps") as raised:
         resume({STEPS: 40})
@@ -250,6 +277,30 @@ def test_no_step_follows_a_schedule_that_ended_at_rate_zero_and_the_remedy_works
     assert remedy == [f"--{TOTAL}", "40", f"--{ALLOW}", TOTAL]
     assert resume({STEPS: 40, TOTAL: 40, ALLOW: [TOTAL]}).total_steps == 40
     assert resume({STEPS: 20}).total_steps == 20
+
+
+# ------------------------------------------------------------------------------------------------------------ excluded tensors
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "applied"),
+    [([], ["model.*"], ["model.*"]), (["a.*", "b.*"], ["b.*", "a.*"], []), (["a.*", "b.*"], ["c.*", "b.*"], ["c.*"])],
+)
+def test_only_patterns_that_the_checkpoint_was_not_written_with_are_applied(monkeypatch, caplog, before, now, applied):
+    """A list in another order, or with another pattern, reset all tensors, which were trained meanwhile."""
+    key, found = "checkpoint.exclude_from_loading", []
+    monkeypatch.setattr(load, "load_tensors", lambda source, manifest, tensors, exclude, **_: found.extend(exclude))
+    with caplog.at_level("INFO"):
+        load_run(SOURCE, stored({key: before}), setting(configuration({key: now})), {})
+    assert found == applied
+    assert [message.split('"')[1] for message in caplog.messages if message.startswith(key)] == applied
+
+
+def test_patterns_in_a_manifest_are_a_list_of_texts():
+    found = stored()
+    found.numbers["config"]["checkpoint"]["exclude_from_loading"] = "optimizer.*"
+    with pytest.raises(UserError, match=r"checkpoint\.exclude_from_loading"):
+        load_run(SOURCE, found, setting(configuration()), {})
 
 
 # ---------------------------------------------------------------------------------------------- sums of losses, the run's id

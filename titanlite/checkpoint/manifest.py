@@ -78,8 +78,12 @@ class _Schedule(untrusted.FileSchema):
     total_steps: Positive  # all else is in the configuration
 
 
+class _Checkpoint(untrusted.FileSchema):
+    exclude_from_loading: list[str] = Field(default=[])
+
+
 class _Sections(untrusted.FileSchema):
-    checkpoint: dict[str, Any]
+    checkpoint: _Checkpoint
     training: dict[str, Any]
 
 

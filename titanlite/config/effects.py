@@ -54,7 +54,7 @@ _SENTENCES = {
         ("training.global_batch_size", "training.local_batch_size", *(f"parallelism.{name}_degree" for name in _OF_MESH)),
     ),
     DECAY: _Sentence(
-        lambda config, _: config.decay_steps > 0,
+        lambda config, _: config.decay_steps != 0,  # below 0: a resumed run that ends during its warm-up
         ("lr_scheduler.decay_ratio", "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "training.steps"),
         of_hardware=False,
     ),

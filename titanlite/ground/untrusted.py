@@ -35,6 +35,13 @@ _DEPTH = 100  # tables and lists within each other; a tokenizer.json has 9
 _DIGITS = 40  # of an integer; Python itself refuses more than 4,300, without a name
 _TOO_DEEP, _TOO_LONG = f"more than {_DEPTH} lists and tables within each other", f"an integer of more than {_DIGITS} digits"
 _TOML = MIB // 4  # a recipe has 2 KiB; the parser needs seconds for a hostile file of this size
+# A text or a comment of TOML, as the parser ends them; one without an end goes on to the end of the line or file.
+_QUOTED = re.compile(
+    "|".join(
+        [r'"""(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)', r"'''.*?(?:'{3,5}|\Z)", r'"(?:\\.|[^"\\\n])*"?', r"'[^'\n]*'?", r"#[^\n]*"]
+    ),
+    re.DOTALL,
+)
 _LINE = 16 * MIB  # a line of .jsonl has a few hundred bytes
 _NAMED = 3  # faults of a file
 
@@ -190,7 +197,7 @@ def parse_json(text: str, pairs: Any = None) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text. Raises ValueError with the reason why there are none."""
     # the parser needs time in the square of the names in a key
-    if any(part.count(".") > _DEPTH for part in re.split("[\n=,]", text)):
+    if any(part.count(".") > _DEPTH for part in re.split("[\n=,]", _QUOTED.sub("", text))):
         raise ValueError(f"a key of more than {_DEPTH} names")
     try:
         return bounded(tomllib.loads(text))

@@ -38,7 +38,7 @@ from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
 from titanlite.optim import ema
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.optim.lr_schedule import Schedule, build_schedule, phase_faults
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import data_rank
 from titanlite.registry.family import Family
@@ -218,9 +218,11 @@ def load_run(
 
     manifest.check_run(source, found)
     schedule, progress = check_changes(run, source, found), _progress(run, source, found.numbers)
-    exclude = run.config.checkpoint.exclude_from_loading
-    if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
-        exclude = []  # the run that wrote the checkpoint excluded the same tensors, and has trained them since
+    # what the run that wrote the checkpoint has excluded, it has trained since
+    applied = found.numbers["config"]["checkpoint"].get("exclude_from_loading", [])
+    exclude = [pattern for pattern in run.config.checkpoint.exclude_from_loading if pattern not in applied]
+    for pattern in exclude:
+        log.info('checkpoint.exclude_from_loading: tensors that match "%s" keep their initial values', pattern)
     then = found.numbers["config"].get("optimizer", {}).get("ema_decay", 0.0)
     now = run.config.optimizer.ema_decay
     if bool(then) != bool(now):
@@ -308,6 +310,10 @@ def check_changes(run: RunIdentity, source: Path, found: Manifest) -> Schedule:
     for change in different:
         log.info("changed since the checkpoint, as allowed: %s", change)
     schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
+    planned = f"lr_scheduler.total_steps = {schedule.total_steps}"
+    if unfit := list(phase_faults(config.lr_scheduler, schedule.total_steps, planned)):
+        remedy = f"To set another length: --lr_scheduler.total_steps STEPS {_allow(config, ['lr_scheduler.total_steps'])}"
+        raise UserError(listed(f"{source}: its schedule, which a resumed run keeps, is too short:", unfit, remedy))
     undecayed = config.decay_steps > 0 and schedule.decay_start >= schedule.decay_end
     if config.training.steps > schedule.total_steps and (undecayed or schedule.at(schedule.total_steps + 1) == 0.0):
         ends = "before its decay" if undecayed else "with a learning rate of 0"

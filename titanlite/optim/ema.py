@@ -48,7 +48,7 @@ class Ema:
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """The tensors for a checkpoint."""
-        averages = {f"{AVERAGES}{name}": self.averages[p] for name, p in model.named_parameters() if p.requires_grad}
+        averages = {f"{AVERAGES}{name}": self.averages[p] for name, p in model.named_parameters() if p in self.averages}
         return averages | {AVERAGE_UPDATES: self.updates}
 
 

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
+from titanlite.checkpoint.folder import list_steps
 from titanlite.config.schema import Config, LRScheduler
 from titanlite.interfaces import Decay
 from titanlite.launch import process
@@ -90,7 +92,19 @@ def faults(config: Config) -> Iterator[str]:
     """
     cfg, total = config.lr_scheduler, config.schedule_steps
     length = f"lr_scheduler.total_steps = {total}" if cfg.total_steps else f"training.steps = {total}"
-    decay = 0 if cfg.decay_ratio is None else config.decay_steps
+    unfit = list(phase_faults(cfg, total, length))
+    if cfg.total_steps or not _continues(config):
+        yield from unfit
+    if ":" in cfg.decay_type and not unfit:
+        _check_own(config)
+    if config.training.steps > total and build_schedule(config).at(total + 1) == 0:
+        remedy = "raise lr_scheduler.total_steps or set lr_scheduler.min_lr_factor"
+        yield f"training.steps = {config.training.steps}: after {length} the learning rate is 0; {remedy}"
+
+
+def phase_faults(cfg: LRScheduler, total: int, length: str) -> Iterator[str]:
+    """Phases that do not fit in a schedule of `total` steps. length: what says how many, for messages."""
+    decay = round(total * (cfg.decay_ratio or 0.0))
     if cfg.warmup_steps > total:
         yield f"lr_scheduler.warmup_steps = {cfg.warmup_steps}: the schedule ends before, at {length}"
     elif cfg.warmup_steps + decay > total:
@@ -98,11 +112,14 @@ def faults(config: Config) -> Iterator[str]:
         yield f"{key}: a decay of {decay} steps and {warmup} do not fit in {length}"
     elif cfg.decay_ratio and not decay:
         yield f"lr_scheduler.decay_ratio = {cfg.decay_ratio}: is less than one step of {length}; set it to 0.0, or higher"
-    if ":" in cfg.decay_type:
-        _check_own(config)
-    if config.training.steps > total and build_schedule(config).at(total + 1) == 0:
-        remedy = "raise lr_scheduler.total_steps or set lr_scheduler.min_lr_factor"
-        yield f"training.steps = {config.training.steps}: after {length} the learning rate is 0; {remedy}"
+
+
+def _continues(config: Config) -> bool:
+    """Whether the run begins with another one's schedule, or its own: then the checkpoint says how long it is, which
+    titanlite/loop/resume.py checks."""
+    cfg = config.checkpoint
+    branch = bool(cfg.initial_load_path) and not cfg.initial_load_model_only
+    return cfg.enable and (branch or bool(list_steps(Path(config.job.dump_folder) / cfg.folder)))
 
 
 def _check_own(config: Config) -> None:

@@ -10,21 +10,37 @@ from torch import Tensor, nn
 from titanlite.checkpoint.folder import disk_space_faults
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config, Optimizer
+from titanlite.ground.errors import UserError
 from titanlite.optim import ema, own
 from titanlite.optim.build import is_orthogonalized
 from titanlite.optim.loss_scale import LossScale
 
 
+def trained_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer was built for, by name. A hook may have frozen some since; their state stands still.
+
+    So checkpoints hold the same tensors at every start, which loads before hooks run. Raises UserError where a hook has
+    unfrozen others.
+    """
+    built_for = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    every = dict(model.named_parameters())
+    trained = {name: parameter for name, parameter in every.items() if parameter in built_for}
+    assert len(trained) == len(built_for), "a unit of FSDP2 is gathered: has a validation not freed it?"
+    if unfrozen := [name for name, parameter in every.items() if parameter.requires_grad and name not in trained]:
+        raise UserError(
+            f"hooks.modules: a hook unfreezes {', '.join(unfrozen)}, which [[optimizer.groups]] or [lora] has frozen, so that "
+            "the optimizer does not update them. To train them later, let [[optimizer.groups]] train them, and freeze them in "
+            "the hook until then"
+        )
+    return trained
+
+
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's tensors by name, such as "layers.0.ffn.w1.weight.exp_avg", for checkpoints; an EMA's are its own."""
     own.make_state(optimizer)
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert all(parameter in optimizer.state for _, parameter in trained), (
-        "a unit of FSDP2 is gathered: has a validation not freed it?"
-    )
     return {
         f"{name}.{key}": own.sharded(value, parameter)
-        for name, parameter in trained
+        for name, parameter in trained_parameters(optimizer, model).items()
         for key, value in optimizer.state[parameter].items()
     }
 

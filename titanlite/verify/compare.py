@@ -139,7 +139,7 @@ def without_dropout(model: nn.Module) -> None:
 
 def after_building(run: Run) -> Run:
     """The run, after the user's own hooks that `train.py` calls once the model has its weights."""
-    OwnCode(run.config, metrics=False).call("after_building", run.model, run.config)
+    OwnCode(run.config, metrics=False).after_building(run.model, run.config, run.optimizer)
     return run
 
 
