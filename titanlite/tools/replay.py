@@ -281,12 +281,13 @@ def _loaded_otherwise(starts: list[dict[str, Any]], before: int, now: dict[str, 
     """What the last of these starts loaded otherwise than a replay that begins with the state of step `before`."""
     *earlier, start = starts
     begun, loading = start.get("resumed_step", 0), start.get("loading", {})
-    if begun > before:  # as in `load_run`: patterns take effect where the start before had others
-        excluded, wrote = loading.get(EXCLUDE, []), [each for each in earlier if each.get("resumed_step", 0) < begun]
-        same = [] if not wrote else wrote[-1].get("loading", {}).get(EXCLUDE)
-        return [f"{EXCLUDE} = {excluded!r} at the resume from step {begun}"] if excluded not in ([], same) else []
-    if begun < before:  # patterns of a later start would take effect here
-        keys = [EXCLUDE] if now.get(EXCLUDE) else []
+    if begun > before:  # as in `load_run`: patterns take effect that the start before did not have
+        wrote = [each for each in earlier if each.get("resumed_step", 0) < begun]
+        applied = wrote[-1].get("loading", {}).get(EXCLUDE, []) if wrote else []
+        fresh = [pattern for pattern in loading.get(EXCLUDE, []) if pattern not in applied]
+        return [f"{EXCLUDE} = {fresh!r} at the resume from step {begun}"] if fresh else []
+    if begun < before:  # further patterns of a later start would take effect here
+        keys = [EXCLUDE] if {*now.get(EXCLUDE, [])} - {*loading.get(EXCLUDE, [])} else []
     else:  # without initial_load_path nothing was loaded
         keys = [INITIAL[0]] if loading.get(INITIAL[0]) == "" else [*loading]
     return [f"{key} = {now[key]!r}, was {loading[key]!r}" for key in keys if key in loading and loading[key] != now[key]]
