@@ -214,6 +214,7 @@ NONE, MOMENTS = {EXCLUDE: []}, {EXCLUDE: ["optimizer.*"]}
         ([(0, NONE), (8, MOMENTS)], 8, 9, MOMENTS, ""),  # both load step 8
         ([(0, NONE), (8, MOMENTS), (10, MOMENTS)], 8, 11, MOMENTS, ""),  # at step 10, these patterns had taken effect
         ([(0, MOMENTS | {INITIAL: "a"}), (8, NONE)], 5, 9, NONE, ""),
+        ([(0, MOMENTS | {INITIAL: "a"}), (8, MOMENTS), (10, NONE)], 8, 11, NONE, ""),  # at step 8, they had taken effect
         ([(0, NONE | {INITIAL: ""}), (8, MOMENTS)], 0, 7, MOMENTS | {INITIAL: ""}, ""),  # nothing was loaded
         ([(0, MOMENTS | {INITIAL: "a"}), (8, NONE)], 0, 7, NONE | {INITIAL: "a"}, EXCLUDE),
         ([(0, NONE | {INITIAL: "a"}), (8, NONE)], 0, 7, NONE | {INITIAL: "b"}, INITIAL),

@@ -180,6 +180,9 @@ def test_files_are_verified_without_the_ranks_of_a_mesh(run):
     assert ": sound" in run(
         "verify", "--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2"
     )
+    experts = ("--model.name", "tests.tiny_moe", "--parallelism.expert_parallel_degree", "4")
+    for mesh in ((), ("--parallelism.tensor_parallel_degree", "2"), ("--parallelism.pipeline_parallel_degree", "2")):
+        assert ": sound" in run("verify", *experts, *mesh, "--training.global_batch_size", "16")
 
 
 def test_show_continues_where_a_rollback_continued(run, changed, tmp_path):

@@ -14,6 +14,7 @@ from titanlite.loop.memory import Memory, OutOfMemory, held_memory
 from titanlite.loop.metrics import Clock
 from titanlite.loop.remedies import remedies
 from titanlite.optim.ema import attach
+from titanlite.registry.family import family_of
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -75,17 +76,22 @@ MORE = "on more GPUs"
         ({"optimizer": {"name": "torch.optim:RAdam"}}, [AC, BATCH, OFFLOAD]),
         ({"optimizer": {"name": "Muon"}, "activation_checkpoint": {"mode": "full"}}, [BATCH, CHUNKS, HOST, NARROW, MORE]),
         ({"parallelism": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}}, [AC, BATCH, NARROW, MORE]),
+        # no SwiGLU that could compute in parts; 4 tokens for 8 parts
+        ({"model": {"name": "mixtral"}, "activation_checkpoint": {"mode": "full"}}, [BATCH, HOST, NARROW, OFFLOAD]),
+        ({"training": {"seq_len": 4}, "activation_checkpoint": {"mode": "full"}}, [BATCH, HOST, NARROW, OFFLOAD]),
     ],
 )
 def test_remedies_name_only_features_not_in_use_that_a_run_accepts(sections, expected):
-    found = remedies(configuration(**sections), global_batch=16, cuda=True)
+    config = configuration(**sections)
+    found = remedies(config, 16, cuda=True, model=family_of(config.model).on_meta())
     assert len(found) == len(expected), found
     assert [part for part, line in zip(expected, found, strict=True) if part not in line] == []
     assert (OFFLOAD in found[-1]) == (expected[-1] != MORE)
 
 
 def test_a_run_on_cpus_is_not_told_to_move_what_it_holds_there():
-    found = remedies(configuration(activation_checkpoint={"mode": "full"}), global_batch=16, cuda=False)
+    config = configuration(activation_checkpoint={"mode": "full"})
+    found = remedies(config, 16, cuda=False, model=family_of(config.model).on_meta())
     assert len(found) == 4 and not any("offload" in line for line in found), found
 
 
@@ -122,13 +128,13 @@ def test_memory_that_runs_out_in_any_phase_of_the_loop_is_explained(memory, erro
 
 
 def test_the_message_has_phase_rank_sizes_remedies_and_the_command_that_predicts(memory):
-    memory.model, memory.optimizer = small_model()
+    memory.model, memory.optimizer = family_of(memory.config.model).on_meta(), small_model()[1]
     with pytest.raises(OutOfMemory) as raised, Clock(0.0, memory.explained).phase(12, "forward and backward"):
         raise ERRORS[0]
     text = str(raised.value)
     assert "20.50 GiB more were requested" in text and "cuda:3 has 80.00 GiB, of which 1.50 GiB are free" in text
     assert "optimizer state 0.00 GiB, activations and all else 70.00 GiB" in text
-    assert all(f"{number}. {line}" in text for number, line in enumerate(remedies(memory.config, 16, cuda=True), 1))
+    assert all(f"{number}. {line}" in text for number, line in enumerate(remedies(memory.config, 16, True, memory.model), 1))
     assert "titanlite estimate run.toml --job.description 'two words' --ranks 8 --device-memory-gib 80" in text
 
 

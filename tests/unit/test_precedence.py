@@ -97,6 +97,16 @@ def test_a_replay_takes_the_runs_own_configuration(tmp_path, monkeypatch, ranks)
             assert changed <= {"training.global_batch_size"}, "a resume would be refused"
 
 
+def test_a_replay_of_a_run_that_ended_during_its_warm_up_has_the_schedule_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "CHECKS", [each for each in checks.CHECKS if each.name == "schedule"])
+    config = Config.model_validate({"training": {"steps": 12}, "lr_scheduler": {"warmup_steps": 15}})
+    with pytest.raises(UserError, match=r"lr_scheduler\.warmup_steps = 15"):
+        check_setting(config, tmp_path, 1)
+    start = {"time": "2026-11-28T12:00:00", "command": ["titanlite"], "compared": {"lr_scheduler.total_steps": 20}}
+    (tmp_path / "provenance.json").write_text(json.dumps([start]))
+    check_setting(config, tmp_path, 1)
+
+
 def test_verify_takes_it_too_and_refuses_what_the_user_gave_in_vain(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for key in CONDITIONAL:

@@ -198,6 +198,9 @@ def test_inputs_that_cannot_be_written_about_or_listed_are_refused_before_any_wo
         with pytest.raises(UserError, match=r"in/b cannot be read: Permission denied"):
             _prepare(name, tmp_path / "out", tokenizer)
     assert os.listdir(tmp_path) == ["in"]
+    (tmp_path / "in/c").mkdir()
+    (tmp_path / "in/two.txt").rename(tmp_path / "in/c/two.txt")
+    _prepare(tmp_path / "i*/c/**/*.txt", tmp_path / "out", tokenizer)  # matches nothing in the other folder
 
 
 def test_a_text_that_the_tokenizer_cannot_encode_is_named_among_others(tmp_path):

@@ -46,6 +46,14 @@ RANKS = "the run has more than one rank"
 ACCUMULATION = "a step has more than one microbatch"
 DECAY = "the learning rate decays"
 _OF_MESH = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel", "pipeline_parallel")
+
+
+def _decays(config: Any) -> bool:
+    """Whether a schedule has a decay. Without total_steps, it may be longer than training.steps, which a resume has lowered."""
+    cfg = config.lr_scheduler
+    return cfg.decay_ratio != 0 and (not cfg.total_steps or config.decay_steps > 0)
+
+
 _SENTENCES = {
     CUDA: _Sentence(lambda _, hardware: hardware.cuda is not False, ()),
     RANKS: _Sentence(lambda _, hardware: hardware.ranks is None or hardware.ranks > 1, ()),
@@ -54,7 +62,7 @@ _SENTENCES = {
         ("training.global_batch_size", "training.local_batch_size", *(f"parallelism.{name}_degree" for name in _OF_MESH)),
     ),
     DECAY: _Sentence(
-        lambda config, _: config.decay_steps != 0,  # below 0: a resumed run that ends during its warm-up
+        lambda config, _: _decays(config),
         ("lr_scheduler.decay_ratio", "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "training.steps"),
         of_hardware=False,
     ),

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, current_step, where
 from titanlite.launch import failure, process
@@ -31,7 +32,7 @@ class Memory:
 
     def __init__(self, config: Config, device: torch.device, global_batch: int):
         self.config, self.device, self.global_batch = config, device, global_batch
-        self.model: nn.Module | None = None
+        self.model: Decoder | None = None
         self.optimizer: torch.optim.Optimizer | None = None
 
     @contextmanager
@@ -48,10 +49,10 @@ class Memory:
     def _text(self, what: str) -> str:
         held = held_memory(self.model, self.optimizer, self.device)
         total, free = capacity(self.device)
-        (rank, ranks), training, cuda = process.rank_and_world(), self.model is not None, self.device.type == "cuda"
+        (rank, ranks), cuda = process.rank_and_world(), self.device.type == "cuda"
         share = total / (1 if cuda else number("LOCAL_WORLD_SIZE", ranks)) / GIB  # the ranks share a machine
         owner = "the machine" if self.device.type == "cpu" else str(self.device)
-        found = remedies(self.config, self.global_batch, cuda, training)
+        found = remedies(self.config, self.global_batch, cuda, self.model)
         lines = [
             f"{where(f'rank {rank}')}: {what}",
             "held by this rank: "

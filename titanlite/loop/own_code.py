@@ -21,7 +21,7 @@ from titanlite.interfaces import Hooks
 from titanlite.launch.process import of_all_ranks
 from titanlite.loop.loss import to_microbatch
 from titanlite.optim.adam_bf16 import clear_remainders_of_zeros
-from titanlite.optim.state import trained_parameters
+from titanlite.optim.state import refuse_unfrozen
 from titanlite.registry.family import import_named
 from titanlite.registry.own import calling, place, with_options
 from titanlite.transforms import float8
@@ -74,7 +74,7 @@ class OwnCode:
     def after_building(self, model: nn.Module, config: Config, optimizer: torch.optim.Optimizer) -> None:
         """Calls these hooks, which may freeze parameters. Raises UserError where they unfreeze others."""
         self.call("after_building", model, config)
-        trained_parameters(optimizer, model)
+        refuse_unfrozen(optimizer, model)
 
     def after_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Calls these hooks, which may change weights; then what follows from the weights follows from the new ones."""
@@ -82,7 +82,7 @@ class OwnCode:
         if any(name == "after_step" for name, _ in self._hooks):
             float8.measure_weights(model)
             clear_remainders_of_zeros(optimizer)
-            trained_parameters(optimizer, model)
+            refuse_unfrozen(optimizer, model)
 
     def values(self, step: int, values: dict[str, Any], model: Decoder, batch: Batch) -> dict[str, float | None]:
         """What metrics and `at_report` add to a report, as "extra/NAME"; all ranks together.

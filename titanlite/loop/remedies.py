@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from models.decoder import Decoder
 from titanlite.config.conflicts import conflicts
 from titanlite.config.effects import Hardware
 from titanlite.config.read import toml_value
@@ -64,7 +65,7 @@ REMEDIES = (
 )
 
 
-_CONFLICTS = (*build.CONFLICTS, *activation_checkpoint.CONFLICTS, *float8.CONFLICTS, *pipeline.CONFLICTS)
+_CONFLICTS = (*build.CONFLICTS, *float8.CONFLICTS, *pipeline.CONFLICTS)
 OFFLOAD = {"parallelism.cpu_offload": True}
 
 
@@ -72,8 +73,8 @@ def helps(config: Config, keys: dict[str, Any], cuda: bool) -> bool:
     """Whether these keys are new to a run, have an effect and are not refused beside its others."""
     changed = config.with_keys(keys)
     idle = {f"{key.section}.{key.name}" for key in changed.idle(Hardware(cuda))}
-    refused = {*conflicts(changed, _CONFLICTS)} - {*conflicts(config, _CONFLICTS)}
-    return changed != config and idle.isdisjoint(keys) and not refused
+    before, after = ({*conflicts(each, _CONFLICTS), *activation_checkpoint.faults(each)} for each in (config, changed))
+    return changed != config and idle.isdisjoint(keys) and after <= before
 
 
 def ways(config: Config, global_batch: int, cuda: bool) -> Iterator[tuple[dict[str, Any], Remedy]]:
@@ -82,9 +83,12 @@ def ways(config: Config, global_batch: int, cuda: bool) -> Iterator[tuple[dict[s
     yield from ((keys, each) for keys, each in found if helps(config, keys, cuda))
 
 
-def remedies(config: Config, global_batch: int, cuda: bool, training: bool = True) -> list[str]:
-    """The same in words. training: False before the first step, where nothing is held for a backward pass yet."""
-    found = [each for each in ways(config, global_batch, cuda) if training or each[1].saves == "state"]
+def remedies(config: Config, global_batch: int, cuda: bool, model: Decoder | None) -> list[str]:
+    """The same in words, without those that the model refuses. model: None before it is built, where nothing is held for a
+    backward pass yet."""
+    found = [each for each in ways(config, global_batch, cuda) if model is not None or each[1].saves == "state"]
+    if model is not None:
+        found = [each for each in found if not list(activation_checkpoint.model_faults(config.with_keys(each[0]), model))]
     offload = f"; or {spelled(OFFLOAD)}, which is slower" if helps(config, OFFLOAD, cuda) else ""
     more = f"a larger parallelism.data_parallel_shard_degree, on more GPUs{offload}"
     return [*(f"{spelled(keys)}: {each.cost}" for keys, each in found), more]

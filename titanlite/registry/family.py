@@ -122,15 +122,14 @@ def family_of(keys: Model) -> Family:
 def stored_family(keys: Model, folder: str, option: str) -> Family:
     """The family that the [model] of a checkpoint names, where model.hf_assets_path may have moved since.
 
-    folder: what the user gives as `option`, or "": the new path. For the flavor "hf", its config.json has the dimensions; a
-    folder without one holds a tokenizer alone. Raises UserError, also where the path is gone and no folder is given.
+    folder: what the user gives as `option`, or "". Where the path is gone, it is the new one, whose config.json has the
+    dimensions of the flavor "hf". Raises UserError, also where the path is gone and no folder is given.
     """
     stored = keys.hf_assets_path
     gone = stored and not Path(stored).is_dir()
     if gone and not folder:
         raise UserError(f'model.hf_assets_path = "{stored}": no such folder; name its new path with {option}')
-    taken = folder if folder and (gone or (Path(folder) / "config.json").is_file()) else stored
-    return family_of(keys.model_copy(update={"hf_assets_path": taken}))
+    return family_of(keys.model_copy(update={"hf_assets_path": folder if gone else stored}))
 
 
 def vocabulary_of(keys: Model) -> int:

@@ -33,7 +33,7 @@ from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import CONFIG, INCIDENTS, PROVENANCE, read_entries, read_starts
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
-from titanlite.parallel.mesh import DEGREES, DIMENSIONS, part_of_rank, parts_of, resolve_degrees
+from titanlite.parallel.mesh import fewest_ranks, part_of_rank, parts_of, resolve_degrees
 from titanlite.registry.family import vocabulary_of
 from titanlite.tools.options import RANKS, STEPS, WholeNumber, command_parser, config_parser, read_command
 from titanlite.tools.replay import furthest
@@ -58,8 +58,7 @@ def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     of_a_run = Path(path).name == CONFIG and (Path(path).parent / PROVENANCE).is_file()
     if of_a_run and config.layers.get("job.dump_folder") != OPTION:  # the run's folder, wherever this command is started
         config = config.with_keys({"job.dump_folder": str(Path(path).parent)})
-    fixed = (getattr(config.parallelism, DEGREES[name]) for name in DIMENSIONS)
-    ranks = options.ranks or math.prod(degree for degree in fixed if degree > 0)
+    ranks = options.ranks or fewest_ranks(config.parallelism)
     check(config, path, ranks, elsewhere=not torch.cuda.is_available())
     return options, config.settled(Hardware()), resolve_degrees(config.parallelism, ranks)
 

@@ -184,6 +184,9 @@ def check_setting(config: Config, run: Path, ranks: int) -> None:
     nowhere = os.path.join(tempfile.gettempdir(), f"titanlite-replay-{os.getpid()}")
     job = {"dump_folder": nowhere, "time_limit_minutes": 0.0}
     config = replaced(config, job=job, training={"on_nonfinite": "stop"}, checkpoint=Checkpoint())
+    if not config.lr_scheduler.total_steps:  # a resume may have changed training.steps, and not the length of the schedule
+        length = latest_start(run).get("compared", {}).get("lr_scheduler.total_steps", 0)
+        config = config.with_keys({"lr_scheduler.total_steps": length})
     check(config, str(run / CONFIG), ranks)
 
 
@@ -227,7 +230,8 @@ def replay(
     if (here.global_batch, here.mixture, here.began) != (there.global_batch, there.mixture, there.began):
         changed = f"sources, weights or the global batch changed after step {progress.step}, and the checkpoint there is gone"
         raise UserError(f"--step {step}: {changed} or damaged; from an earlier one, other samples would be read")
-    if data.stream and not progress.stream and later.get("stream"):  # from its beginning, other ranks would read other rows
+    begins = not (progress.stream and progress.stream.states)  # a stream, from which other ranks would read other rows
+    if data.stream and begins and later.get("stream"):
         states_for(data.stream, later["stream"], data_degree(mesh))
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
@@ -281,15 +285,19 @@ def _loaded_otherwise(starts: list[dict[str, Any]], before: int, now: dict[str, 
     """What the last of these starts loaded otherwise than a replay that begins with the state of step `before`."""
     *earlier, start = starts
     begun, loading = start.get("resumed_step", 0), start.get("loading", {})
-    if begun > before:  # as in `load_run`: patterns take effect that the start before did not have
-        wrote = [each for each in earlier if each.get("resumed_step", 0) < begun]
-        applied = wrote[-1].get("loading", {}).get(EXCLUDE, []) if wrote else []
-        fresh = [pattern for pattern in loading.get(EXCLUDE, []) if pattern not in applied]
+    excluded, now_excluded = ({*each.get(EXCLUDE, [])} for each in (loading, now))
+    wrote = [each for each in earlier if each.get("resumed_step", 0) < begun]
+    # patterns take effect that the start which wrote the checkpoint did not have, as in `load_run`
+    applied = {*wrote[-1].get("loading", {}).get(EXCLUDE, [])} if wrote else set()
+    if begun > before:
+        fresh = sorted(excluded - applied)
         return [f"{EXCLUDE} = {fresh!r} at the resume from step {begun}"] if fresh else []
     if begun < before:  # further patterns of a later start would take effect here
-        keys = [EXCLUDE] if {*now.get(EXCLUDE, [])} - {*loading.get(EXCLUDE, [])} else []
+        keys = [EXCLUDE] if now_excluded - excluded else []
+    elif INITIAL[0] not in loading:
+        keys = [EXCLUDE] if now_excluded - applied != excluded - applied else []
     else:  # without initial_load_path nothing was loaded
-        keys = [INITIAL[0]] if loading.get(INITIAL[0]) == "" else [*loading]
+        keys = [INITIAL[0]] if loading[INITIAL[0]] == "" else [*loading]
     return [f"{key} = {now[key]!r}, was {loading[key]!r}" for key in keys if key in loading and loading[key] != now[key]]
 
 

@@ -98,7 +98,8 @@ def _find(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
             _refuse_unknown(path, key)
             return [_find_file(path)]
         if "**" in path:  # glob passes over folders that it cannot read
-            _files_of(re.split(r"[^/]*[*?[]", path, maxsplit=1)[0])
+            for folder in filter(os.path.isdir, glob.glob(path.partition("**")[0])):
+                _files_of(folder)
         matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []  # not a link that leads nowhere
         datasets = {match for match in matches if _is_dataset(match)}
         # a folder among them is not walked: it is left out by name, except with "**", which matches its files too
