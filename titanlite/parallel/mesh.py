@@ -56,10 +56,8 @@ def mesh_title(mesh: DeviceMesh) -> str:
 def fewest_ranks(parallelism: Parallelism) -> int:
     """Of a mesh that has these degrees, and whose replicas can split the experts as given."""
     fixed = math.prod(size for name in DIMENSIONS if (size := getattr(parallelism, DEGREES[name])) > 0)
-    within, experts = (
-        parallelism.context_parallel_degree * parallelism.tensor_parallel_degree,
-        parallelism.expert_parallel_degree,
-    )
+    within = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    experts = parallelism.expert_parallel_degree
     return fixed * (experts // math.gcd(experts, within) if parallelism.data_parallel_shard_degree < 0 else 1)
 
 
