@@ -5,7 +5,7 @@
 # make campaign PART=...   hours: full products, many kills, faults in the code; without PART it lists the parts
 #
 # WORKERS     how many processes run tests side by side (default 2); all tests that start ranks share one of them
-# PYTHON      the interpreter that makes the environment (default python3, 3.11 or newer: constraints.txt has versions that older ones lack)
+# PYTHON      the interpreter that makes the environment (default python3, 3.11 or newer, as constraints.txt)
 # CPU_INDEX   where CPU builds of PyTorch are found; used on machines without an NVIDIA GPU. When it is out of reach, the
 #             ordinary package index is used
 PYTHON ?= python3
@@ -47,7 +47,7 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	    || { echo 'make needs Python 3.11 or newer: make PYTHON=python3.11; pip install titanlite takes 3.10 too'; exit 1; }
+	    || { echo 'make needs Python 3.11 or newer: make PYTHON=python3.11; pip install . takes 3.10 too'; exit 1; }
 	$(PYTHON) -m venv .venv
 	@if command -v nvidia-smi >/dev/null 2>&1; then \
 	    $(PIP) install -q -c constraints.txt '$(TORCH)'; \

@@ -89,7 +89,7 @@ def test_remedies_name_only_features_not_in_use_that_a_run_accepts(sections, exp
     assert (OFFLOAD in found[-1]) == (expected[-1] != MORE)
 
 
-def test_a_run_on_cpus_is_not_told_to_move_what_it_holds_there():
+def test_no_remedy_of_a_run_on_cpus_moves_to_them_what_they_hold():
     config = configuration(activation_checkpoint={"mode": "full"})
     found = remedies(config, 16, cuda=False, model=family_of(config.model).on_meta())
     assert len(found) == 4 and not any("offload" in line for line in found), found

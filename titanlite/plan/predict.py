@@ -197,8 +197,8 @@ def moments_of(
     """What a rank of a pipeline holds. whole: the model on the meta device. received: by each stage, for a microbatch."""
     training, part, held = config.training, measured.part_of(share), measured.held
     own = [(name, p) for name, p in measured.model.named_parameters() if share.untied().has(name)]
-    trained = [(name, p) for name, p in own if p.requires_grad]
-    of_optimizer = sum(local_part(p).numel() * state_bytes(name, p, config.optimizer) for name, p in trained)
+    updated = [(name, p) for name, p in own if p.requires_grad]
+    of_optimizer = sum(local_part(p).numel() * state_bytes(name, p, config.optimizer) for name, p in updated)
     states = MemoryEstimate(sum(local_bytes(p) for _, p in own), 0, of_optimizer, 0, 0)
     kept, gradients, last = dict[int, int](), dict[int, int](), len(received) - 1
     for number, blocks in share.stages.items():
@@ -222,7 +222,7 @@ def moments_of(
         phase, beside = phases[action.kind]
         memory = states._replace(gradients=made, activations=activations + always, working=beside)
         moments.append(Moment(phase, f"stage {action.stage}, microbatch {action.number}", memory))
-    update = states._replace(gradients=sum(local_bytes(p) for _, p in trained), working=round(measured.update.working * part))
+    update = states._replace(gradients=sum(local_bytes(p) for _, p in updated), working=round(measured.update.working * part))
     return [*moments, Moment("update", "optimizer", update)]
 
 

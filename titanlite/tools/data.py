@@ -73,7 +73,7 @@ def _as_started(config: Config, data: Data, step: int, size: int) -> None:
     if start["global_batch"] != size:
         text = f"has a global batch of {start['global_batch']} sequences, and this configuration one of {size}"
         raise UserError(f"{where} {text}; set --ranks or training.global_batch_size to the run's, or name another folder")
-    described = [told["sources"] for told in (start.get("data"), data.describe()) if told]
+    described = [each["sources"] for each in (start.get("data"), data.describe()) if each]
     if len({tuple((each["fingerprint"], each["share"]) for each in sources) for sources in described}) > 1:
         names = ", ".join(f"{each['name']} {each['share']:.2%}" for each in described[0])
         raise UserError(f"{where} reads other sources or weights since its latest start: {names}; set these")
