@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.folder import disk_space_faults
@@ -34,6 +33,8 @@ def refuse_unfrozen(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
     Units of FSDP2 that are gathered, as after a hook's own forward pass, have other parameters, and are left out.
     """
+    from torch.distributed.fsdp import FSDPModule  # not at the top: a check needs no FSDP
+
     built_for = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     every = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor) or not sharded}
