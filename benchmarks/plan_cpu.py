@@ -13,24 +13,18 @@ import ctypes
 import os
 import random
 import statistics
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from titanlite.config.schema import Config
-from titanlite.data.batch import Batch
 from titanlite.ground.untrusted import parse_toml
 from titanlite.launch.local_ranks import on_ranks
-from titanlite.loop.step import begin_training, forward_backward, update
-from titanlite.parallel.mesh import build_mesh, resolve_degrees
 from titanlite.plan.calibrate import calibrate
-from titanlite.plan.shape import Shape
-from titanlite.plan.time import Choice, Device, Job, step
-from titanlite.registry.family import family_of
+from titanlite.plan.small_runs import train, uncompiled_job
+from titanlite.plan.time import Choice, Device, step
 from titanlite.tools.plan import predicted
-from titanlite.transforms.meta import on_meta
 
 _MIB = 2**20
 _STEPS = 6
@@ -116,33 +110,10 @@ def measure(device: torch.device, config: Config, steps: int, mapped: bool = Fal
     return seconds, cpu, _resident("VmHWM") - before
 
 
-def train(device: torch.device, config: Config, steps: int) -> tuple[float, float]:
-    """(seconds, CPU seconds) of the shortest step."""
-    mesh = build_mesh(resolve_degrees(config.parallelism, int(os.environ["WORLD_SIZE"])), "cpu")
-    model, optimizer, loss_scale = begin_training(family_of(config.model), config, mesh, device)
-    training, microbatches = config.training, config.microbatches(mesh["dp_replicate"].size() * mesh["dp_shard"].size())
-    tokens = torch.randint(512, (microbatches, training.local_batch_size, training.seq_len + 1))
-    times, worked = [], []
-    for _ in range(steps):
-        begun, cpu = time.perf_counter(), time.process_time()
-        loss = forward_backward(model, Batch(tokens), mesh, loss_scale)
-        update(model, optimizer, 1e-4, training.max_norm, loss_scale, loss.labels)
-        times.append(time.perf_counter() - begun)
-        worked.append(time.process_time() - cpu)
-    return min(times), min(worked)
-
-
 def _resident(name: str) -> int:
     """Bytes of this process, now or at its peak, by Linux."""
     line = next(line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
-
-
-def job_of(run: Drawn, config: Config, device: Device, ranks: int) -> tuple[Job, Choice]:
-    family, training = family_of(config.model), config.training
-    shape = Shape.of(family, on_meta(family, config), training.seq_len)
-    job = Job(shape, device, 8, training.seq_len, training.global_batch_size, compiled=False, item=4)
-    return job, Choice(microbatch=training.local_batch_size, recompute=run.recompute, **run.degrees(ranks))
 
 
 def main() -> None:
@@ -164,7 +135,8 @@ def main() -> None:
                 text: str = on_ranks(ranks, calibrate, _CALIBRATION)
                 device = Device.model_validate(parse_toml(text)["cpu"])
                 found = Measured(*on_ranks(ranks, measure, config, _STEPS))
-                turns.append((step(*job_of(run, config, device, ranks)).total, found, device))
+                choice = Choice(microbatch=run.microbatch, recompute=run.recompute, **run.degrees(ranks))
+                turns.append((step(uncompiled_job(config, device), choice).total, found, device))
             expected, found, device = sorted(turns, key=lambda turn: turn[0] / turn[1].seconds)[_TURNS // 2]
             mapped = Measured(*on_ranks(ranks, measure, config, 3, True)).held
             load, size = os.getloadavg()[0], predicted(config, ranks, "cpu")

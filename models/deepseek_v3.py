@@ -268,12 +268,15 @@ def unused_in_hf(config: Config) -> tuple[str, ...]:
     return (f"model.layers.{config.n_layers}.*",)
 
 
+_FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}  # servers read the first two
+
+
 def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
         raise ValueError(f"not a DeepSeek-V3: model_type {json.get('model_type')!r}, activation {act!r}")
-    for key, only in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
+    for key, only in _FIXED.items():
         if json.get(key, only) != only:
             raise ValueError(f"{key} = {json[key]!r}: only {only!r} is supported")
     if json.get("num_key_value_heads", json["num_attention_heads"]) not in (None, json["num_attention_heads"]):
@@ -320,6 +323,7 @@ def to_hf(config: Config) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
+        **_FIXED,
         "hidden_act": "silu",
         "hidden_size": c.dim,
         "num_hidden_layers": c.n_layers,

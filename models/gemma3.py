@@ -23,9 +23,9 @@ from models.rope import (
     YarnScaling,
     check_scaling,
     rope_from_hf,
+    rope_to_hf,
     rotation,
     scaling_from_hf,
-    scaling_to_hf,
 )
 
 
@@ -316,8 +316,6 @@ def to_hf(config: Config) -> dict[str, Any]:
         raise ValueError("Hugging Face's Gemma 3 has no softcap on scores: set attention_softcap = None")
     if c.dim % c.n_heads:
         raise ValueError(f"dim = {c.dim}: Hugging Face's Gemma needs one that n_heads = {c.n_heads} divides")
-    scaled = scaling_to_hf(c.global_scaling) or {"rope_type": "default"}
-    plain = {"rope_type": "default", "rope_theta": c.local_rope_theta}
     return {
         "architectures": ["Gemma2ForCausalLM" if older else "Gemma3ForCausalLM"],
         "model_type": "gemma2" if older else "gemma3_text",
@@ -333,7 +331,8 @@ def to_hf(config: Config) -> dict[str, Any]:
         "vocab_size": c.vocab_size,
         "rms_norm_eps": c.norm_eps,
         "query_pre_attn_scalar": c.query_scalar,
-        "rope_parameters": plain if older else {_GLOBAL: {"rope_theta": c.rope_theta, **scaled}, _LOCAL: plain},
+        **rope_to_hf(c.rope_theta, c.global_scaling),
+        **({} if older else {"rope_local_base_freq": c.local_rope_theta}),
         "tie_word_embeddings": c.tied_embeddings,
         "attn_logit_softcapping": c.attention_softcap,
         "final_logit_softcapping": c.logits_softcap,

@@ -266,13 +266,11 @@ def _read(table: dict[str, Any], name: str) -> Any:
 def rope_to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """The keys of a config.json for `rope_from_hf`."""
     lengths = {"max_position_embeddings": scaling.max_positions} if isinstance(scaling, DynamicScaling) else {}
-    return {"rope_theta": theta, "rope_scaling": scaling_to_hf(scaling), **lengths}
+    return {"rope_theta": theta, "rope_scaling": None if scaling is None else _table_of(scaling), **lengths}
 
 
-def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def _table_of(scaling: RopeScaling) -> dict[str, Any]:
     """The table of a config.json for `scaling_from_hf`. The length of a dynamic scaling is outside of it."""
-    if scaling is None:
-        return None
     kind = next(name for name, each in SCALINGS.items() if isinstance(scaling, each))
     values = {_THEIR_NAMES.get(name, name): value for name, value in scaling._asdict().items() if name != "max_positions"}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

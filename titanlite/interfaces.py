@@ -122,12 +122,17 @@ class Hooks(Protocol):
 
     Every rank calls them at the same points, so they may use collectives. An exception ends the run. Code that changes weights
     must do the same on every mesh, and must not keep state, since checkpoints do not store it. `titanlite replay` and `verify`
-    call the first two.
+    call the first three.
     """
 
     def after_building(self, model: "nn.Module", config: object) -> None:
         """Once at every start, when the model is sharded and has its weights: after a resume those of the checkpoint, so that
         code which sets initial weights undoes a resume. config: a Config of the schema."""
+        ...
+
+    def before_step(self, step: int, model: "nn.Module", optimizer: "optim.Optimizer") -> None:
+        """Before the forward pass of each step, also one that is repeated: to train a parameter from some step on, freeze it
+        here until then. step: counted from 1."""
         ...
 
     def after_step(self, step: int, model: "nn.Module", optimizer: "optim.Optimizer") -> None:

@@ -55,7 +55,7 @@ from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_
 from titanlite.plan import memory as memory_plan
 from titanlite.plan.outlook import Outlook, peak_flops
 from titanlite.registry.family import family_of
-from titanlite.registry.own import source_of_parts, source_of_reports
+from titanlite.registry.own import source_of_parts
 from titanlite.registry.source import source_of
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
@@ -121,9 +121,8 @@ def train(
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
-        record |= {"own_source": source_of_parts(config), "report_source": source_of_reports(config)}
+        record |= {"own_source": source_of_parts(config), "loading": loading}
         record |= {"compared": compared(config, global_batch, schedule.total_steps), "teacher": digest_of_teacher(config)}
-        record |= {"loading": loading}
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
@@ -152,12 +151,13 @@ def train(
             with clock.phase(step, "reading data"):
                 batch = next(batches)
             with clock.phase(step, "forward and backward"):
+                own_code.at_step("before_step", step, model, optimizer)
                 loss = forward_backward(model, batch, mesh, loss_scale)
             if step == first:
                 warn_of_unused(model)
             with clock.phase(step, "optimizer step"):
                 norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale, loss.labels)
-                own_code.after_step(step, model, optimizer)
+                own_code.at_step("after_step", step, model, optimizer)
             if not last:
                 with clock.phase(step, "reading data"):  # while the device works on this step
                     batches.prepare()

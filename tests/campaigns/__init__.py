@@ -14,6 +14,7 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
 
 _STEP = re.compile(r"step-(\d{8})")
+NOT_RUN = "not run"  # the result of an item that this machine cannot run
 
 
 class Report(NamedTuple):
@@ -21,6 +22,7 @@ class Report(NamedTuple):
 
     figures: dict[str, object]  # name -> value, in the order of the table
     broken: list[str]  # one sentence for each broken promise
+    verdict: str = "good"  # where none is broken; or NOT_RUN
 
 
 class Mesh(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests import disturbed
-from tests.campaigns import Report, verdicts
+from tests.campaigns import NOT_RUN, Report, verdicts
 from tests.mutations.private_copy import copy_tree
 from tests.repetitions import IN_MAKE_TEST
 
@@ -101,9 +101,9 @@ def together(names: Sequence[str]) -> Variant:
 
 
 def play(folder: Path, variant: Variant, targets: Sequence[str]) -> Report:
-    """Runs these tests under a variant, and those that fail once more without it. None where this processor cannot run it."""
+    """Runs these tests under a variant, and those that fail once more without it. Not where this processor cannot."""
     if variant.needs and variant.needs not in Path("/proc/cpuinfo").read_text(encoding="utf-8").split():
-        return Report({"not run": f"this processor has no {variant.needs}"}, [])
+        return Report({"why": f"this processor has no {variant.needs}"}, [], NOT_RUN)
     code, said, found = run(folder / "variant", variant, targets)
     others = [name for name, verdict in found.items() if verdict != "passed"]
     plain = run(folder / "plain", Variant(), others)[2] if others else {}

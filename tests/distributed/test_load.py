@@ -1,5 +1,6 @@
 """Loading: every kind of damage is found, and what a run starts from. test_variants.py loads onto other meshes."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,12 @@ def test_a_branch_continues_like_its_original_run_and_resumes_on_its_own(pools, 
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
     here, there = (manifest.read(run / "checkpoint/step-00000006").numbers for run in (tmp_path / "branch", whole))
     assert [name for name in there if name != "config" and here[name] != there[name]] == ["run"]  # another run
+
+
+def test_a_branch_that_begins_at_its_last_step_is_refused_and_not_called_finished(pools, half, tmp_path):
+    for rank in train(pools, SHARD, tmp_path / "branch", 4, checkpoint=branch(half / "checkpoint/step-00000004")):
+        assert re.match(r"training\.steps = 4: .*step-00000004 is at step 4 already", rank.error)
+    assert saved(tmp_path / "branch") == names()
 
 
 def test_a_run_from_weights_alone_starts_at_step_zero_and_restarts_do_not_load_them_again(pools, half, tmp_path):

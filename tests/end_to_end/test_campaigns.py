@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.campaigns import Mesh, damage, elastic, kill, processors, two_hosts
+from tests.campaigns import NOT_RUN, Mesh, Report, damage, elastic, kill, processors, two_hosts
+from tests.campaigns import __main__ as campaigns
 from tests.repetitions import campaign_but
 
 # a minute or two each on an idle machine
@@ -51,6 +52,26 @@ _TOGETHER = {
 def test_a_sample_of_the_tests_has_the_same_verdicts_on_other_processors(tmp_path, variants):
     report = processors.play(tmp_path, processors.together(_TOGETHER[variants]), processors.SAMPLE)
     assert report.broken == [] and set(report.figures) == {"tests"}, report
+
+
+def test_a_continued_campaign_still_fails_for_what_it_has_found_and_an_item_that_was_not_run_is_not_good(
+    tmp_path, monkeypatch, capsys
+):
+    results = {"a": Report({}, ["lost"]), "b": Report({}, []), "c": Report({}, [], NOT_RUN)}
+    monkeypatch.setattr(campaigns, "RESULTS", tmp_path)
+    monkeypatch.setattr(campaigns, "ROOT", tmp_path)
+    monkeypatch.setattr(campaigns, "commit", lambda: "this one")
+    monkeypatch.setattr(campaigns, "PARTS", {"kills": lambda: {name: lambda _, name=name: results[name] for name in results}})
+    for words, code in ([["--only", "b"], 0], [["--only", "c"], 0], [["--only", "a"], 1], [[], 1], [["--only", "d"], 1]):
+        monkeypatch.setattr("sys.argv", ["campaigns", "kills", *words])
+        with pytest.raises(SystemExit) as ended:
+            campaigns.main()
+        assert ended.value.code == code
+    assert "| c | not run |" in (tmp_path / "kills.md").read_text() and "| a | lost |" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["campaigns", "kills", "--again", "--only", "c"])
+    with pytest.raises(SystemExit) as ended:  # nothing was run
+        campaigns.main()
+    assert ended.value.code == 1
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 import inspect
 
 import pytest
+import torch
 
 from tests.distributed.scenarios import config_of
 from tests.own.parts import Lion
 from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
 from titanlite.optim import build
-from titanlite.optim.own import is_own
+from titanlite.optim.own import build_own, is_own
 from titanlite.optim.state import checkpoint_bytes
 from titanlite.plan.predict import predict
 from titanlite.registry.check import found_by
@@ -65,6 +67,18 @@ def test_a_wrong_optimizer_is_one_message_with_its_class_and_line(case, own_modu
     assert said.replace("MODULE", str(file)) in fault
     named = fault.startswith('optimizer.name = "own_code:Mine"') and f"({file}, line " in fault
     assert named or fault.startswith("optimizer.options")
+
+
+def test_state_that_appears_after_the_first_step_is_refused_since_a_resume_could_not_read_it(own_module):
+    late = "                if 'half' in self.state[p]: self.state[p]['late'] = p * 1\n"
+    own_module(state("p * 2") + late)
+    groups = [{"params": [("weight", torch.nn.Parameter(torch.ones(3)))], "weight_decay": 0.0}]
+    optimizer = build_own(groups, configured("own_code:Mine").optimizer)
+    for _ in range(2):
+        optimizer.step()
+    optimizer.state[groups[0]["params"][0][1]]["half"] = torch.zeros(3)
+    with pytest.raises(UserError, match=r"^optimizer\.name = .*makes or removes state\['late'\] after its first step"):
+        optimizer.step()
 
 
 OF_TORCH = {"SGD": {"momentum": 0.9, "nesterov": True}, "RAdam": {}, "NAdam": {"betas": [0.9, 0.99]}}

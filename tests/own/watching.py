@@ -7,6 +7,10 @@ def after_building(model, config):
     CALLS[:] = [f"after_building {model.training}"]
 
 
+def before_step(step, model, optimizer):
+    CALLS.append(f"before_step {step}")
+
+
 def after_step(step, model, optimizer):
     CALLS.append(f"after_step {step}")
     for name, p in model.named_parameters():

@@ -141,6 +141,12 @@ def test_a_spike_is_found_and_a_falling_loss_is_none():
     assert 14 < height < 28  # 1.0 / 0.05 = 20, by an estimate from 100 losses
 
 
+def test_losses_of_zero_are_a_level_from_which_rounding_is_no_spike():
+    """A loss may be exactly 0: of one batch that is learned by heart, or of a student that equals its teacher."""
+    steps = [StepRecord(n, 0, 0.0, 0.0) for n in range(100)] + [StepRecord(100, 0, 1e-7, 0.0), StepRecord(101, 0, 0.1, 1.0)]
+    assert [step.number for step, _ in Spikes(100, 10.0).find(steps)] == [101]
+
+
 def test_nonfinite_losses_are_no_spikes_and_not_in_the_window():
     steps = falling(200) + bad(*range(200, 280)) + [StepRecord(300, 0, 9.0, 1.0)]
     assert [step.number for step, _ in Spikes(100, 10.0).find(steps)] == [300]

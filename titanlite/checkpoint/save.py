@@ -65,7 +65,8 @@ class Saver:
         if self._stager is None:
             done: Future = Future()
             try:
-                done.set_result(dcp.save(tensors, storage_writer=writer, process_group=self.group))
+                plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+                done.set_result(dcp.save(plain, storage_writer=writer, process_group=self.group))
             except (CheckpointException, OSError) as error:
                 done.set_exception(error)
         else:
@@ -147,6 +148,15 @@ class _Stager(AsyncStager):
             name: like(tensor, copy) if isinstance(tensor, DTensor) else copy
             for (name, tensor), copy in zip(tensors.items(), copies, strict=True)
         }
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without the class that float8's gather gives to shards, which only a program with torchao reads; shares its memory."""
+    part: Any = local_part(tensor)
+    if not hasattr(part, "__tensor_flatten__"):
+        return tensor
+    inner = getattr(part, part.__tensor_flatten__()[0][0])
+    return like(tensor, inner) if isinstance(tensor, DTensor) else inner
 
 
 def cause(error: BaseException) -> str:

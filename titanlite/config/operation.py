@@ -100,8 +100,8 @@ class Hooks(Section):
     """Code of your own at points of the training loop."""
 
     modules: Annotated[list[bounds.Name], ALWAYS] = []
-    """Modules of your own, "package.module", with any of the functions after_building, after_step, at_report and at_save, which
-    every rank calls (docs/guides/own_parts.md). Their code can change what is trained, so a resume compares it."""
+    """Modules of your own, "package.module", with any of the functions after_building, before_step, after_step, at_report and
+    at_save, which every rank calls (docs/guides/own_parts.md). Their code can change the training, so a resume compares it."""
 
 
 class Profiling(Section):

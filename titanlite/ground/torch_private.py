@@ -4,7 +4,7 @@ PyTorch may rename them in any version. `tests/unit/test_torch_private.py` says 
 it also lists the attributes that the functions below use. models/torch_private.py has the names of the model families. A name
 of `NAMES` is imported from here like any other:
 
-    from titanlite.ground.torch_private import TrainingState
+    from titanlite.ground.torch_private import DefaultReduceScatter
 
 Its module is loaded at that moment, and not with this file, since some take a second.
 """
@@ -54,7 +54,6 @@ NAMES = {
     # FSDP2
     "fsdp_common": f"{_FSDP}:_fsdp_common",  # its descriptions of meshes, for experts on a mesh of their own
     "DefaultReduceScatter": f"{_FSDP}._fsdp_collectives:DefaultReduceScatter",  # checks what a waiting all-reduce sums
-    "TrainingState": f"{_FSDP}._fsdp_common:TrainingState",  # frees a unit that a validation leaves gathered
     # modes and trees
     "TorchDispatchMode": f"{_DISPATCH}:TorchDispatchMode",  # sees every operation: predictions, and what blocks exchange
     "is_traceable_wrapper_subclass_type": f"{_DISPATCH}:is_traceable_wrapper_subclass_type",  # lets DTensors be
@@ -214,8 +213,11 @@ def set_reduce_scatter(group: Any, communication: Any) -> None:
     group._reduce_scatter_comm = communication
 
 
-def set_training_state(group: Any, state: Any) -> None:
-    group._training_state = state
+def end_forward(unit: nn.Module) -> None:
+    """Ends a forward pass that no backward pass follows, also one that ran a part of the unit's modules."""
+    unit._get_fsdp_state()._modules_to_run_forward.clear()  # type: ignore[operator]
+    for group in fsdp_groups(unit):
+        group._training_state = type(group._training_state).IDLE
 
 
 # ----------------------------------------------------------------------------------------------------------------- compiler

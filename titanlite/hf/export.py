@@ -21,12 +21,13 @@ from titanlite.data.sources import tokenizer_of_run
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.ground.files import publish, replace_file, split, unfinished_path, writing
+from titanlite.ground.untrusted import FileSchema, Positive, read_json
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, stored_again, their_names
 from titanlite.hf.output import start_output
 from titanlite.hf.part import TensorPart
 from titanlite.launch.process import rank_and_world, together
-from titanlite.registry.description import Description, read_description
-from titanlite.registry.family import Family, described, stored_family, trusted
+from titanlite.registry.description import LIMIT
+from titanlite.registry.family import stored_family, trusted
 from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.lora import merged
 from titanlite.transforms.parameters import tied_names
@@ -42,6 +43,12 @@ _COPIED = (
 # What an export takes from the config.json beside the tokenizer.
 _LENGTH = "max_position_embeddings"
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", _LENGTH)
+
+
+class _Beside(FileSchema):
+    """That config.json, which may be of any architecture."""
+
+    max_position_embeddings: Positive | None = None
 
 
 class Item(NamedTuple):
@@ -236,8 +243,7 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
         _compare_beginnings(exported.stored.source, loaded, load_tokenizer(str(folder)))
     facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
     if assets and os.path.lexists(assets / "config.json"):
-        theirs = read_description(assets)
-        facts |= _read_keys(theirs, exported.family)
+        theirs = read_json(assets / "config.json", _Beside, LIMIT)
         # a null stays one, unless the tokenizer says more
         facts |= {name: theirs.get(name) for name in _CARRIED if theirs.get(name) is not None or name in theirs.keys() - facts}
     length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len", 0)
@@ -259,19 +265,6 @@ def _compare_beginnings(source: Path, of_run: LoadedTokenizer, written: LoadedTo
         "in a titanlite run from this export, set training.add_bos = %s",
         source, ours, theirs, prompts, json.dumps(of_run.add_bos),
     )  # fmt: skip
-
-
-def _read_keys(theirs: Description, family: Family) -> dict[str, Any]:
-    """The keys of a config.json that the family reads, where it describes this model.
-
-    Of rope_parameters, `to_hf` has the older spelling, rope_theta and rope_scaling, which every version of transformers reads.
-    """
-    try:
-        same = described(family.module, theirs) == family.config
-    except UserError:  # of another family
-        return {}
-    keys = theirs.used - {"rope_parameters"}
-    return {key: value for key, value in theirs.items() if key in keys} if same else {}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ _ROLLBACKS = 3
 # of normal values (Rousseeuw & Croux, "Alternatives to the median absolute deviation", JASA 88, 1993, section 1).
 _NORMAL = 1.4826
 # Lower bound of the deviation, as a share of the median: where losses hardly differ, any difference would be a spike.
-_LEAST_DEVIATION = 1e-3
+_LEAST_DEVIATION, _LEAST_LOSS = 1e-3, 1e-3  # of a level; and a level: losses may all be 0
 
 
 # ------------------------------------------------------------------------------------------------- the steps since a reading
@@ -184,7 +184,7 @@ class Spikes:
             return ""
         middle = statistics.median(self.losses)
         spread = _NORMAL * statistics.median(abs(other - middle) for other in self.losses)
-        height = (loss - middle) / max(spread, _LEAST_DEVIATION * abs(middle))
+        height = (loss - middle) / max(spread, _LEAST_DEVIATION * max(abs(middle), _LEAST_LOSS))
         return f"{height:.0f} deviations above {middle:.4f}, the median before" if height > self.threshold else ""
 
 

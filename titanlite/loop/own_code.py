@@ -72,14 +72,20 @@ class OwnCode:
                 part(*arguments)
 
     def after_building(self, model: nn.Module, config: Config, optimizer: torch.optim.Optimizer) -> None:
-        """Calls these hooks, which may freeze parameters. Raises UserError where they unfreeze others."""
+        """Calls these hooks, which may freeze parameters and run the model. Raises UserError where they unfreeze others."""
+        from titanlite.parallel.fsdp import release  # not at the top: a check needs no FSDP
+
         self.call("after_building", model, config)
+        release(model)
         refuse_unfrozen(optimizer, model)
 
-    def after_step(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Calls these hooks, which may change weights; then what follows from the weights follows from the new ones."""
-        self.call("after_step", step, model, optimizer)
-        if any(name == "after_step" for name, _ in self._hooks):
+    def at_step(self, hook: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Calls "before_step" or "after_step", which may change weights too; what follows from them then follows from these."""
+        from titanlite.parallel.fsdp import release
+
+        if any(name == hook for name, _ in self._hooks):
+            self.call(hook, step, model, optimizer)
+            release(model)
             float8.measure_weights(model)
             clear_remainders_of_zeros(optimizer)
             refuse_unfrozen(optimizer, model)
@@ -133,7 +139,7 @@ def _hooks_of(name: str) -> dict[str, Part]:
     known = ", ".join(_ARGUMENTS)
     for each, part in vars(module).items():
         written_here = inspect.isfunction(part) and part.__module__ == module.__name__
-        if written_here and each.startswith(("after_", "at_")) and each not in _ARGUMENTS:
+        if written_here and each.startswith(("before_", "after_", "at_")) and each not in _ARGUMENTS:
             raise UserError(f"{key}: {each} is no hook{suggest(each, list(_ARGUMENTS))}; hooks are {known} ({place(part)})")
     hooks = {each: Part(f"{key}: {each}", part) for each in _ARGUMENTS if callable(part := vars(module).get(each))}
     if not hooks:

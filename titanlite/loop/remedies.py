@@ -14,7 +14,7 @@ from titanlite.transforms import activation_checkpoint, float8
 
 
 class Remedy(NamedTuple):
-    """One way. keys: (configuration, sequences of a step over all ranks) -> the keys to set; {} where they are in use already.
+    """One way. keys: (configuration, sequences of a step over all ranks) -> the keys to set; {} where there are none.
     saves: what a training step needs, the gradients, or what a rank keeps between steps."""
 
     keys: Callable[[Config, int], dict[str, Any]]
@@ -37,16 +37,8 @@ def _chunks(config: Config, _: int) -> dict[str, Any]:
     return {"activation_checkpoint.sequence_chunks": 8} if config.activation_checkpoint.sequence_chunks == 1 else {}
 
 
-def _offload(config: Config, _: int) -> dict[str, Any]:
-    return {} if config.activation_checkpoint.offload else {"activation_checkpoint.offload": True}
-
-
-def _reduce(config: Config, _: int) -> dict[str, Any]:
-    return {} if config.parallelism.reduce_every_microbatch else {"parallelism.reduce_every_microbatch": True}
-
-
-def _narrower(config: Config, _: int) -> dict[str, Any]:
-    return {"training.dtype": "bfloat16"} if config.training.dtype != "bfloat16" else {}
+def _set(key: str, value: Any) -> Callable[[Config, int], dict[str, Any]]:
+    return lambda *_: {key: value}
 
 
 def _fewer_replicas(config: Config, _: int) -> dict[str, Any]:
@@ -58,9 +50,13 @@ REMEDIES = (
     Remedy(_recompute, "a part of the forward pass is computed twice", "activations"),
     Remedy(_microbatches, "more microbatches a step, the same mathematics", "activations"),
     Remedy(_chunks, "feed-forward layers hold a part of the sequence at a time", "activations"),
-    Remedy(_offload, "the inputs of blocks are kept in the host's memory", "activations"),
-    Remedy(_reduce, "sharded gradients between microbatches, more communication", "gradients"),
-    Remedy(_narrower, "half of the bytes of parameters, gradients and moments", "state"),
+    Remedy(_set("activation_checkpoint.offload", True), "the inputs of blocks are kept in the host's memory", "activations"),
+    Remedy(
+        _set("parallelism.reduce_every_microbatch", True),
+        "sharded gradients between microbatches, more communication",
+        "gradients",
+    ),
+    Remedy(_set("training.dtype", "bfloat16"), "half of the bytes of parameters, gradients and moments", "state"),
     Remedy(_fewer_replicas, "parameters are split over the ranks of all replicas, more communication", "state"),
 )
 

@@ -42,7 +42,7 @@ from titanlite.optim.lr_schedule import Schedule, build_schedule, phase_faults
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import data_rank
 from titanlite.registry.family import Family
-from titanlite.registry.own import NAMING, source_of_parts, source_of_reports
+from titanlite.registry.own import NAMING, source_of_parts
 from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.transforms.parameters import is_adapter
 
@@ -163,6 +163,8 @@ def restore(
     if begin is not None:
         tensors = run_tensors(model, optimizer, loss_scale)
         progress, schedule = load_run(*begin, run, tensors, of_other_stages(model, tensors))
+        if not own and progress.step >= (steps := run.config.training.steps):
+            raise UserError(f"training.steps = {steps}: {source} is at step {progress.step} already; set more steps")
         log.info("resumed from %s", begin[0])
         return progress if own else progress._replace(run=""), schedule
     if cfg.initial_load_path:
@@ -338,7 +340,8 @@ def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     now = compared(run.config, run.global_batch, run.config.lr_scheduler.total_steps or planned)
     yield from (Change(key, before[key], value) for key, value in now.items() if key in before and before[key] != value)
     yield from _data_changes(numbers["data"], run.data.describe())
-    then, here = _sources(run, numbers)
+    then = numbers["model_source"] | numbers.get("own_source", {})
+    here = source_of(run.family.module) | source_of_parts(run.config)
     parts = _flat(run.config.model_dump())
     if any(before[key] != parts[key] for key in NAMING):  # other parts have other modules
         then, here = ({name: source for name, source in each.items() if name in then and name in here} for each in (then, here))
@@ -361,14 +364,6 @@ def loading_of(cfg: Checkpoint, own: bool) -> dict[str, Any]:
     own: it resumed from a checkpoint of its run, and did not begin from initial_load_path or from the initial weights.
     """
     return {key: getattr(cfg, key.split(".")[1]) for key in (EXCLUDE, *(() if own else INITIAL))}
-
-
-def _sources(run: RunIdentity, numbers: dict[str, Any]) -> tuple[ModelSource, ModelSource]:
-    """The code with which steps are computed: of a checkpoint, and now."""
-    here = source_of(run.family.module) | source_of_parts(run.config)
-    stored, reporting = numbers["model_source"] | numbers.get("own_source", {}), source_of_reports(run.config)
-    # an earlier version stored code of validation too
-    return {name: source for name, source in stored.items() if name in here or name not in reporting}, here
 
 
 def _source_changes(before: ModelSource, now: ModelSource) -> Iterator[Change]:

@@ -36,7 +36,19 @@ def build_own(groups: Groups, cfg: Optimizer, ranks: dist.ProcessGroup | None = 
     build = _constructor(cfg, ranks)
     optimizer = build(groups)
     optimizer.defaults["fused"] = False  # it takes no found_inf; the groups have their own copy of the value
-    optimizer.register_step_pre_hook(_reach_all)
+    keys = [dict[Tensor, set[str]]()]
+
+    def before(*_: Any) -> None:
+        _reach_all(optimizer)
+        keys[0] = {p: {*state} for p, state in optimizer.state.items() if state}
+
+    def after(*_: Any) -> None:
+        if late := next((keys[0][p] ^ {*optimizer.state[p]} for p in keys[0] if keys[0][p] != {*optimizer.state[p]}), None):
+            what = f"makes or removes state[{sorted(late)[0]!r}] after its first step"
+            raise UserError(f"{_title(cfg)}: {what}; a checkpoint could not be read there: make all state in the first step")
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
     optimizer.own_build = build  # type: ignore[attr-defined]  # for `make_state`
     every = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     one_of_a_layout = {(p.shape, str(getattr(p, "placements", ""))): (group, p) for group, p in every}
@@ -89,7 +101,7 @@ def _constructor(cfg: Optimizer, ranks: dist.ProcessGroup | None = None) -> Buil
     return with_groups
 
 
-def _reach_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _reach_all(optimizer: torch.optim.Optimizer) -> None:
     """Sets zero gradients where there are none: so the first step makes all state, and every checkpoint has it."""
     for group in optimizer.param_groups:
         for p in group["params"]:

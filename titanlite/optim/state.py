@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.folder import disk_space_faults
 from titanlite.checkpoint.tensors import model_tensors
@@ -24,25 +23,18 @@ def trained_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> di
     """
     built_for = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter in built_for}
-    assert len(trained) == len(built_for), "a unit of FSDP2 is gathered: has a validation not freed it?"
+    assert len(trained) == len(built_for), "a unit of FSDP2 is gathered: what has run the model must release it"
     return trained
 
 
 def refuse_unfrozen(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises UserError where a hook has unfrozen parameters that the optimizer does not have.
-
-    Units of FSDP2 that are gathered, as after a hook's own forward pass, have other parameters, and are left out.
-    """
-    from torch.distributed.fsdp import FSDPModule  # not at the top: a check needs no FSDP
-
+    """Raises UserError where a hook has unfrozen parameters that the optimizer does not have."""
     built_for = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    every = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor) or not sharded}
-    if unfrozen := [name for name, parameter in every.items() if parameter.requires_grad and parameter not in built_for]:
+    if unfrozen := [name for name, p in model.named_parameters() if p.requires_grad and p not in built_for]:
         raise UserError(
             f"hooks.modules: a hook unfreezes {', '.join(unfrozen)}, which [[optimizer.groups]] or [lora] has frozen, so that "
             "the optimizer does not update them. To train them later, let [[optimizer.groups]] train them, and freeze them in "
-            "the hook until then"
+            "the hook before_step until then"
         )
 
 

@@ -26,11 +26,10 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import (
     BEFORE_2_13,
     DefaultReduceScatter,
-    TrainingState,
+    end_forward,
     fsdp_common,
     fsdp_groups,
     set_reduce_scatter,
-    set_training_state,
 )
 from titanlite.parallel.mesh import data_degree, fsdp_mesh, reduces_once
 from titanlite.transforms.dtypes import DTYPES
@@ -197,10 +196,13 @@ class _WholeReduceScatter(DefaultReduceScatter):
 
     def __init__(self, unit: str, group: Any) -> None:
         """unit: its name in messages. group: FSDP2's, of these parameters."""
-        self.unit, ranks = unit, group.mesh_info.shard_mesh_size
-        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-        self.elements = sum(each.padded_sharded_param_size.numel() for each in trained) * ranks
-        self.to_send = True
+        self.unit, self.group, self.to_send = unit, group, True
+
+    @property
+    def elements(self) -> int:
+        """Of all trained parameters; a hook may have frozen some of them."""
+        trained = [each for each in self.group.fsdp_params if each.sharded_param.requires_grad]
+        return sum(each.padded_sharded_param_size.numel() for each in trained) * self.group.mesh_info.shard_mesh_size
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 takes a buffer for what it sends, and then one for the result."""
@@ -224,9 +226,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+    release(model)
+
+
+def release(model: nn.Module) -> None:
+    """Frees what FSDP2 keeps of a forward pass for a backward pass that does not come."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The unit of a tied embedding and head expects another forward pass of the embedding, so it would stay gathered.
-            for group in fsdp_groups(module):
-                set_training_state(group, TrainingState.IDLE)
+            end_forward(module)
             module.reshard()

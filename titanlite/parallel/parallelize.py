@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.parallel import context, expert, pipeline, tensor
-from titanlite.parallel.mesh import needs_fsdp
+from titanlite.parallel.mesh import needs_fsdp, resolve_degrees
 from titanlite.registry import own
-from titanlite.registry.check import Faults, of_module
+from titanlite.registry.check import Faults, Subject, of_module
 from titanlite.registry.family import Family
 from titanlite.transforms import activation_checkpoint as recompute
 from titanlite.transforms import attention_kernels, compile, float8
@@ -131,6 +131,11 @@ def _fsdp(model: Decoder, build: Build) -> None:
         model.pipeline = pipeline.Pipeline([*build.stages], model, build.config, build.mesh, build.device, build.tied)
 
 
+def _shard_faults(s: Subject) -> Iterable[str]:
+    degrees = resolve_degrees(s.config.parallelism, s.ranks)
+    return float8.shard_faults(s.config, s.model, degrees["dp_shard"] * degrees["cp"])
+
+
 STEPS = (
     # Other classes of linear layers, before tensor parallelism hangs its hooks on them.
     Step("float8", lambda model, build: float8.convert(model, build.config), lambda s: float8.faults(s.config)),
@@ -178,7 +183,7 @@ STEPS = (
         ("model", "flops", "limits"),
     ),
     # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
-    Step("FSDP2", _fsdp),
+    Step("FSDP2", _fsdp, _shard_faults, ("model", "mesh", "sharding")),
 )
 
 

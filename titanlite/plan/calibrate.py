@@ -10,9 +10,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 
 from titanlite.loop.memory import capacity
 from titanlite.plan.report import GIB
-from titanlite.plan.time import LINK, devices, peak_flops_of, shipped_as
+from titanlite.plan.small_runs import in_training
+from titanlite.plan.time import LINK, Device, devices, peak_flops_of, shipped_as
 
 _LONGEST = 2.0  # seconds of one operation's repetitions
 _STRETCH = 0.02  # seconds of repetitions, of which a CPU takes the mean
@@ -105,7 +106,7 @@ def calibrate(device: torch.device, seconds: float) -> str:
     found = shipped_as(name) if on_gpu else None
     key, shipped = found or ("gpu" if on_gpu else "cpu"), devices()[found] if found else None
     bandwidth, latency = _link(collectives, ranks) if collectives else (0.0, 0.0)
-    entry: dict[str, float | int] = {
+    entry: dict[str, Any] = {
         "bf16_tflops": by_type[torch.bfloat16],
         "float32_tflops": by_type[torch.float32],
         "fp8_tflops": shipped.fp8_tflops if shipped else 0.0,
@@ -122,6 +123,7 @@ def calibrate(device: torch.device, seconds: float) -> str:
         entry["hop_microseconds"] = latency * 1e6
     if not on_gpu:
         entry["cpu_ranks"] = ranks
+        entry |= in_training(device, Device.model_validate(entry))
     head = f"{name}, ranks: {ranks}, threads of each: {torch.get_num_threads()}, PyTorch {torch.__version__}, {date.today()}"
     lines = [f"# titanlite plan --calibrate: {head}, load {os.getloadavg()[0]:.1f}"]
     lines += [f"# {each.name}: {each.seconds * 1e6:,.1f} us, {each.rate / 1e9:,.3f} G/s" for each in table]
@@ -130,10 +132,15 @@ def calibrate(device: torch.device, seconds: float) -> str:
     return "\n".join([*lines, *_table(key, entry)]) + "\n"
 
 
-def _table(key: str, entry: dict[str, float | int]) -> list[str]:
-    """The lines of a TOML table, its numbers with five digits."""
-    digits = {name: value if isinstance(value, int) else float(f"{value:.5g}") for name, value in entry.items()}
-    return [f"[{key}]", *(f"{name} = {value}" for name, value in digits.items())]
+def _table(key: str, entry: Mapping[str, Any]) -> list[str]:
+    """The lines of a TOML table and the tables in it, its numbers with five digits."""
+    lines, inner = [f"[{key}]"], []
+    for name, value in entry.items():
+        if isinstance(value, dict):
+            inner += _table(f"{key}.{name}", value)
+        else:
+            lines.append(f"{name} = {value if isinstance(value, int) else float(f'{value:.5g}')}")
+    return [*lines, *inner]
 
 
 def _matmul(clock: Clock, dtype: torch.dtype, size: tuple[int, int, int]) -> Measured:

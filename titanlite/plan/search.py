@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from titanlite.parallel.mesh import DEGREES, equal_parts
 from titanlite.plan.report import GIB
-from titanlite.plan.time import Choice, Job, Seconds, memory, step
+from titanlite.plan.time import RECOMPUTE, Choice, Job, Seconds, memory, step
 
 Objective = Literal["tokens_per_second", "memory"]
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -79,7 +79,7 @@ def _splits(job: Job, tp: int, cp: int) -> bool:
 
 
 def _passes(job: Job, mesh: Choice) -> Iterator[Choice]:
-    for microbatch, recompute in itertools.product(_MICROBATCHES, ("none", "selective", "full")):
+    for microbatch, recompute in itertools.product(_MICROBATCHES, RECOMPUTE):
         microbatches, rest = divmod(job.global_batch, mesh.replicas * microbatch)
         for stages in SCHEDULES if mesh.pp > 1 else (1,):
             filled = mesh.pp == 1 or (microbatches >= mesh.pp and (stages == 1 or microbatches % mesh.pp == 0))

@@ -26,13 +26,14 @@ _NETWORK_HOP = 14e-6  # seconds of latency between neighbors of a ring that are 
 _TILE = 128  # rows and columns of a matmul's result that one SM computes
 _CONTENTION = 0.18  # of a GPU that a collective takes from matmuls: NCCL's 24 channels occupy as many of an H100's 132 SMs
 _CPU_TILE = 16  # a vector of 16 float32; a CPU computes no waves
-_CALLS = 75  # operations of a block's forward pass, counted on llama3; a CPU begins one when the last one has ended
 _ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed
 _FLOAT8 = 0.75  # of the matmul rate in bfloat16 that float8 reaches, both relative to their peaks
 _STREAMS = 7  # hidden states of a block's fused kernels, beside results of matmuls: 2 for each norm, 3 for the residual
 _UNFUSED = 2  # times the bytes where operations run one by one: 1.9 in llama3
 _EXPERTS = 0.84  # of the rate of one matmul that those of experts reach with 1,000 rows each (SimuMax's table of a B200)
 _LOGITS = 32  # bytes for each logit, fitted; titanlite reads and writes 2 and 4 bytes a few times
+RECOMPUTE = ("none", "selective", "full")  # modes of activation_checkpoint that plan knows
+HEAD = "head"  # in Device.host_milliseconds: all of a microbatch that is in no block
 
 
 class Device(StrictModel):
@@ -52,6 +53,9 @@ class Device(StrictModel):
     hop_microseconds: Rate = 3.4  # of latency between neighbors of a ring (NCCL's tuning.cc, Simple over NVLink)
     launch_microseconds: Rate = 4.0  # of a matmul that nothing hides
     cpu_ranks: Annotated[int, Field(ge=0, le=2**20)] = 0  # of a CPU: ranks that shared it when it was measured
+    # of a CPU, which begins an operation when the last one has ended: what a block and microbatch take beside their work, by
+    # recomputation and by the dimension of the mesh that all ranks were in
+    host_milliseconds: dict[str, dict[str, RateOrNone]] = Field(default_factory=dict)
 
     @property
     def reserve(self) -> int:
@@ -63,6 +67,8 @@ class Device(StrictModel):
         if self.cpu_ranks not in (0, ranks):
             shared = f"was measured with {self.cpu_ranks} ranks, which share the processors"
             raise UserError(f"--device {name}: {shared}; measure again with titanlite plan --calibrate --ranks {ranks}")
+        if self.cpu_ranks and not self.host_milliseconds:
+            raise UserError(f"--device {name}: has no host_milliseconds; measure again with titanlite plan --calibrate")
         links = {"nvlink": (self.nvlink_gb_per_second, node > 1), "network": (self.network_gb_per_second, ranks > node)}
         if ranks > 1 and (missing := [key for key, (known, used) in links.items() if used and not known]):
             remedy = f"set {missing[0]}_gb_per_second in it, the bandwidth of a GPU in one direction, or calibrate with --ranks"
@@ -255,12 +261,21 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
         else:
             exchanged = 2 * (all_to_all(job, nodes, of_nodes, within) + all_to_all(job, within, of_ranks))
     elementwise = job.item * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else _UNFUSED)
-    if job.device.cpu_ranks:
-        elementwise += _CALLS * job.device.launch_microseconds * 1e-6
     gathers = 2 * sum(each.times * (each.split == "row") for each in layer.matrices)
     waits = gathers * ring(job, tp, 1, hidden) * (_ASYNC_TP if job.async_tp else 1)
     keys = job.item * choice.microbatch * job.seq_len * layer.keys / tp
     return Pass(seconds, elementwise, waits, ring(job, choice.cp, tp, keys), exchanged)
+
+
+def host_seconds(job: Job, choice: Choice) -> float:
+    """Of a step on a CPU: what Python, dispatch and hooks take. What a compiled block computes again is compiled too."""
+    degrees = {"tp": choice.tp, "dp_shard": choice.dp_shard * choice.cp, "dp_replicate": choice.dp_replicate}
+    used = [name for name, degree in degrees.items() if degree > 1] or ["dp_shard"]
+    block, head = (
+        max(job.device.host_milliseconds.get(kind, {}).get(name, 0.0) for name in used)
+        for kind in ("none" if job.compiled else choice.recompute, HEAD)
+    )
+    return job.microbatches(choice) / choice.pp * (job.shape.depth * block + head) * 1e-3
 
 
 def sharded(job: Job, layer: Layer, choice: Choice) -> tuple[float, float]:
@@ -323,6 +338,7 @@ def step(job: Job, choice: Choice) -> Seconds:
     logits = _LOGITS * tokens * shape.vocab / choice.tp / (device.memory_gb_per_second * 1e9)
     stages = choice.pp * choice.stages
     own = [microbatches * each / choice.pp for each in (*parts, attention * shape.depth)]
+    own[1] += host_seconds(job, choice)
     whole = sum(own) + microbatches * (head + logits) / choice.pp
     longest = math.ceil(shape.depth / stages) * stages / shape.depth  # of the stages, relative to the mean
     late = sum(own) * (longest - 1) + microbatches * (head + logits) * (1 - 1 / choice.pp) * (longest == 1)

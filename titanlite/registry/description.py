@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, create_model, model_v
 from titanlite.config import bounds
 from titanlite.ground.untrusted import MIB, FileSchema, Number, Positive, read_json
 
-_LIMIT = 16 * MIB  # enough for a million labels
+LIMIT = 16 * MIB  # enough for a million labels
 # Keys that change no logits, by the source code of transformers 5.23: metadata, and defaults of training and generation.
 _HARMLESS = """
 architectures dtype torch_dtype transformers_version _name_or_path name_or_path _commit_hash tokenizer_class use_cache
@@ -26,6 +26,7 @@ num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_p
 encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 output_router_logits router_aux_loss_coef quantization_config is_llama_config transformers.js_config
+max_sequence_length
 """  # quantization_config is validated below, and titanlite.hf uses it to dequantize weights
 HARMLESS = frozenset(_HARMLESS.split())
 _SWITCHES = """
@@ -192,7 +193,7 @@ class Description(dict[str, Any]):
 def read_description(folder: Path) -> Description:
     """The config.json of a folder in Hugging Face's format. Raises UserError, also for values of a wrong type."""
     path = folder / "config.json"
-    return Description(read_json(path, _Model, _LIMIT), path)
+    return Description(read_json(path, _Model, LIMIT), path)
 
 
 def unused_keys(table: Description, family: str, above: str = "") -> Iterator[str]:

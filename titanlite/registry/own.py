@@ -68,12 +68,6 @@ def source_of_parts(config: Config, reports: bool = False) -> ModelSource:
     return found
 
 
-def source_of_reports(config: Config) -> ModelSource:
-    """The code of metrics and validation that training does not use too. Raises UserError."""
-    training = source_of_parts(config)
-    return {name: module for name, module in source_of_parts(config, reports=True).items() if name not in training}
-
-
 def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
     """Raises UserError for a part that a file names but the user's command does not, or vice versa.
 

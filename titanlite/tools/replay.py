@@ -143,16 +143,15 @@ def latest_start(run: Path) -> dict[str, Any]:
     return starts[-1] if starts else {}
 
 
-def _code_of(stored: dict[str, Any], now: ModelSource) -> ModelSource:
-    """The code in a manifest or a start; without what only reports, which earlier versions stored too."""
-    every = (stored.get("model_source") or {}) | stored.get("own_source", {})
-    return {name: source for name, source in every.items() if name in now}
+def _code_of(stored: dict[str, Any]) -> ModelSource:
+    """The code in a manifest or a start."""
+    return (stored.get("model_source") or {}) | stored.get("own_source", {})
 
 
 def check_source(step: int, run: Path, numbers: dict[str, Any], now: ModelSource) -> None:
     """Raises UserError if the run did a step with other code. numbers: of `saved_after`; empty: the latest start counts."""
     found = numbers or latest_start(run)
-    before = _code_of(found, now)
+    before = _code_of(found)
     if before and changed_modules(before, now):
         remedy = "Restore that code: the repeated step would differ from that of the run"
         title = f"--step {step}: the code of the model has changed since the run did this step:"
@@ -271,7 +270,7 @@ def check_between(before: int, step: int, starts: list[dict[str, Any]], now: dic
     the teacher and the keys of `loading_of`."""
     for number, last in _computing(before, step, starts):
         start = starts[number]
-        then, code = start.get("compared", {}), _code_of(start, source)  # an earlier version wrote no values
+        then, code = start.get("compared", {}), _code_of(start)  # an earlier version wrote no values
         then = then | {TEACHER: start[TEACHER]} if TEACHER in start else then
         different = [f"{key} = {value!r}, was {then[key]!r}" for key, value in now.items() if then.get(key, value) != value]
         different += [f"the code of {name}" for name in changed_modules(code, source) if code]

@@ -28,6 +28,7 @@ from titanlite.data.mixture import open_data
 from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
+from titanlite.loop.own_code import OwnCode
 from titanlite.parallel.mesh import DEGREES, build_mesh, parts_of, ranks_of
 from titanlite.registry import own
 from titanlite.registry.family import family_of, vocabulary_of
@@ -159,8 +160,10 @@ def _fresh(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
 
 
 def _begun(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
-    """A run before its first step, with what the user's hooks have changed in its model."""
-    return after_building(_fresh(config, mesh, device))
+    """A run before its first forward pass, with what the user's hooks have changed in its model."""
+    run = after_building(_fresh(config, mesh, device))
+    OwnCode(config, metrics=False).at_step("before_step", 1, run.model, run.optimizer)
+    return run
 
 
 def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) -> dict[str, Tensor]:

@@ -114,6 +114,14 @@ def faults(config: Config) -> Iterator[str]:
         yield f'{_GATHER}: parallelism.fsdp_reshard_after_forward must be "default", "always" or "never"'
 
 
+def shard_faults(config: Config, model: nn.Module, ranks: int) -> Iterator[str]:
+    """Layers whose rows `ranks` ranks hold unequal numbers of: FSDP2 gathers float8 shards without padding."""
+    every = linear_layers(model, config, {})[0] if config.float8.enable and config.float8.enable_fsdp_float8_all_gather else {}
+    if uneven := dict.fromkeys(every_layer(name) for name, each in every.items() if each.out_features % ranks):
+        remedy = "set it to false, or add them to float8.filter_fqns"
+        yield f"{_GATHER}: {ranks} ranks do not divide the rows of {', '.join(uneven)}; {remedy}"
+
+
 def _token_faults(config: Config) -> Iterator[str]:
     """Matmuls of weight gradients sum over tokens: those of a rank, and of each part that a feed-forward layer computes."""
     rows, ranks = config.training.local_batch_size, config.parallelism.context_parallel_degree

@@ -150,10 +150,11 @@ def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: rang
     for number, local_batch in zip(numbers, batches, strict=False):
         process.seed_step(training.seed, number, rng_rank(run.mesh))
         batch = local_batch.to(run.device, non_blocking=True)
+        own_code.at_step("before_step", number, run.model, run.optimizer)
         loss = forward_backward(run.model, batch, run.mesh, run.loss_scale)
         yield number, batch
         norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale, loss.labels)
-        own_code.after_step(number, run.model, run.optimizer)
+        own_code.at_step("after_step", number, run.model, run.optimizer)
         run.steps.add(number, 0, loss, norm)
 
 

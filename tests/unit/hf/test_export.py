@@ -71,15 +71,32 @@ def test_transformers_loads_the_export_unchanged_and_gives_our_logits(exported):
     assert_logits_agree(ours, theirs, load_family(exported.name, exported.flavor).config.vocab_size)
 
 
-def test_the_export_has_every_key_of_config_json_that_was_read(exported):
+def test_config_json_of_the_export_describes_the_model_with_the_ids_of_the_source(exported):
     family, theirs = load_family(exported.name, exported.flavor), json.loads((exported.source / "config.json").read_text())
-    assert theirs["pad_token_id"] is None
-    description = read_description(exported.source)
-    described(family.module, description)
-    written = json.loads((exported.folder / "config.json").read_text())
-    read_keys = (description.used | {"bos_token_id", "eos_token_id", "pad_token_id"}) & theirs.keys() - {"rope_parameters"}
+    written, ids = json.loads((exported.folder / "config.json").read_text()), ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert theirs["pad_token_id"] is None and {key: written[key] for key in ids} == {key: theirs[key] for key in ids}
     assert described(family.module, read_description(exported.folder)) == family.config  # also with its older name
-    assert {key: written.get(key, "missing") for key in read_keys} == {key: theirs[key] for key in read_keys}
+    assert "rope_parameters" not in written  # transformers 4 and older servers read rope_theta and rope_scaling alone
+
+
+def test_a_source_in_older_spelling_or_of_another_architecture_exports_what_is_read_again(pools, monkeypatch, tmp_path):
+    """Keys that were copied from beside the tokenizer came twice, in an older and a newer spelling."""
+    case = "tests.tiny_gemma3", "plain"
+    family, source = load_family(*case), write(tmp_path / "source", *case)
+    c, older = family.config, {"rope_type": "linear", "factor": family.config.rope_factor}
+    older = {"rope_scaling": older, "rope_theta": c.rope_theta, "rope_local_base_freq": c.local_rope_theta}
+    change_json(source / "config.json", rope_parameters=None, **older)
+    pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model=case[0])
+    export(tmp_path / "weights", tmp_path / "again")
+    assert c.rope_factor > 1 and described(family.module, read_description(tmp_path / "again")) == c
+    (source / "config.json").write_text('{"model_type": "unknown", "sliding_window_pattern": "LLLG", "eos_token_id": 3}')
+    read_manifest = manifest.read
+    monkeypatch.setattr(
+        manifest, "read", lambda folder: _with(read_manifest(folder), model={"name": case[0], "flavor": case[1]})
+    )
+    export(tmp_path / "weights", tmp_path / "beside", assets=str(source))
+    assert described(family.module, read_description(tmp_path / "beside")) == c
+    assert json.loads((tmp_path / "beside/config.json").read_text())["eos_token_id"] == 3
 
 
 def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(pools, tmp_path):
@@ -132,13 +149,13 @@ def test_files_beside_the_runs_tokenizer_are_copied_and_its_ids_are_kept(pools, 
 def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, sources, monkeypatch, tmp_path):
     """config.json of the pretrained model had limited what serves and evaluates the longer one."""
     read_manifest = manifest.read
-    monkeypatch.setattr(manifest, "read", lambda folder: _trained(read_manifest(folder), seq_len=4096))
+    monkeypatch.setattr(manifest, "read", lambda folder: _with(read_manifest(folder), training={"seq_len": 4096}))
     export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(sources("tests.tiny", "plain")))
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 4096
 
 
-def _trained(found: manifest.Manifest, **training: object) -> manifest.Manifest:
-    return found._replace(numbers=found.numbers | {"config": found.numbers["config"] | {"training": training}})
+def _with(found: manifest.Manifest, **sections: object) -> manifest.Manifest:
+    return found._replace(numbers=found.numbers | {"config": found.numbers["config"] | sections})
 
 
 @pytest.mark.parametrize("add_bos", [True, False, None])
@@ -150,7 +167,7 @@ def test_a_warning_says_where_the_exported_tokenizer_begins_texts_otherwise_than
     tokenizer.save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "bos_token": "<s>"}')
     read_manifest = manifest.read
-    monkeypatch.setattr(manifest, "read", lambda folder: _trained(read_manifest(folder), add_bos=add_bos))
+    monkeypatch.setattr(manifest, "read", lambda folder: _with(read_manifest(folder), training={"add_bos": add_bos}))
     export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(source))
     assert ("run begin with <s>, and" in caplog.text and "set training.add_bos = true" in caplog.text) == bool(add_bos)
     assert bool(caplog.text) == bool(add_bos)
