@@ -25,7 +25,6 @@ from tests.own.test_loss import OwnLossHead, ScaledHead, with_head
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
 from titanlite.data.prepare.cache import train_tokenizer
-from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.hf.folder import each_expert, find_weights, their_name
 from titanlite.hf.load import load_weights
 from titanlite.loop.checks import check
@@ -150,8 +149,6 @@ CELLS: dict[str, tuple[dict[str, int], tuple[str, str], dict[str, Any]]] = {
 @pytest.mark.parametrize("cell", slow_but(["shard 2 x tp 2", "cp 2", "ep 2"], CELLS))
 def test_a_mesh_distills_as_one_process_does(pools, tmp_path, cell):
     degrees, teacher, keys = CELLS[cell]
-    if BEFORE_2_13 and teacher[1] in ("two", "tied"):
-        pytest.skip("FSDP2 of PyTorch before 2.13 gathers tied embeddings for whole passes only; the check refuses them")
     folder = written(tmp_path / "teacher", *teacher)
     found, _ = as_one_process(pools, degrees, lambda mesh: configured(mesh, folder, **keys))
     assert not any(name.startswith("teacher") for name in found.weights)

@@ -22,7 +22,6 @@ from titanlite.config.schema import Config
 from titanlite.data.sources import probe
 from titanlite.data.tokenizer import digest, load_tokenizer, read_tokenizer
 from titanlite.ground.errors import UserError, at
-from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.loop.loss import loss_elsewhere
@@ -34,7 +33,6 @@ from titanlite.registry.family import family_of
 from titanlite.registry.teacher import config_of_teacher
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.parameters import is_tied
 
 
 class Teacher(NamedTuple):
@@ -136,8 +134,6 @@ def faults(subject: Subject) -> Iterator[str]:
             )
         found = [*limits.faults(cfg, teacher.model), *(fault for step in STEPS if step.needs for fault in step.faults(teacher))]
         yield from (f"{key}: {fault}" for fault in found)
-        if BEFORE_2_13 and subject.ranks > 1 and is_tied(teacher.model):
-            yield f"{key}: tied embeddings on several ranks need PyTorch 2.13, whose FSDP2 gathers them for a part of a pass"
     except UserError as error:
         yield f"{key}: {error}"
 
