@@ -2,8 +2,8 @@
 
 All ranks run each operation at the same time, as in training: ranks on a CPU share its processors. A result is the median of
 its repetitions on rank 0. On a CPU it is the mean in the shortest stretch of them, since other programs only add to it; the
-shortest single one is a rate that a step of thousands of operations does not have. What one machine cannot show is the shipped
-entry's of the same GPU, or 0 for unknown.
+shortest single one is a rate that a step of thousands of operations does not have, and small trainings correct it. What one
+machine cannot show is the shipped entry's of the same GPU, or 0 for unknown.
 """
 
 import math
@@ -86,7 +86,8 @@ def shortest_stretch(times: list[float]) -> float:
 
 
 def calibrate(device: torch.device, seconds: float) -> str:
-    """The text of a device file; every rank of the process group calls it. seconds: for all measurements together."""
+    """The text of a device file; every rank of the process group calls it. seconds: for all measurements together, but for
+    the small trainings on a CPU."""
     on_gpu, ranks = device.type == "cuda", dist.get_world_size()
     sizes = _CUDA if on_gpu else _CPU
     first, second = (torch.bfloat16, torch.float32) if on_gpu else (torch.float32, torch.bfloat16)

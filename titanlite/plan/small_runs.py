@@ -52,49 +52,51 @@ def uncompiled_job(config: Config, device: Device) -> Job:
     return Job(shape, device, 8, training.seq_len, training.global_batch_size, compiled=False, item=4)
 
 
-class Found(NamedTuple):
-    """Of a training's step: the measured seconds, and those of its computation and collectives by `known`."""
+class Small(NamedTuple):
+    """A training that was measured. seconds: of its step."""
 
     seconds: float
-    computed: float
-    moved: float
+    job: Job
+    choice: Choice
+
+    def predicted(self, **changed: float) -> float:
+        """Seconds by the plan, where these rates of the device are changed."""
+        return step(self.job._replace(device=self.job.device.model_copy(update=changed)), self.choice).total
 
 
 def in_training(device: torch.device, known: Device) -> dict[str, Any]:
     """What steps on this CPU change in `known`, which operations reach one by one; every rank calls it.
 
-    A model of next to no work gives host_milliseconds. A larger one, on the mesh that communicates least, says how much longer
-    computation takes; on the other meshes, how much longer collectives of many bytes take.
+    A model of next to no work gives host_milliseconds. A larger one says how much longer computation takes, and on several
+    meshes how much longer the bytes of collectives take: the least squares of the relative errors.
     """
+    assert not known.host_milliseconds
     meshes = tuple(_MESHES) if known.cpu_ranks > 1 else ("dp_shard",)
-    host: dict[str, dict[str, float]] = {mode: {} for mode in (*RECOMPUTE, HEAD)}
-    larger: dict[str, Found] = {}
+    host: dict[str, dict[str, float]] = {kind: {} for kind in (*RECOMPUTE, HEAD)}
+    slower = {key: getattr(known, key) / 2 for key in ("matmul", "attention", "memory_gb_per_second")}
+    narrower = {"nvlink_gb_per_second": known.nvlink_gb_per_second / 2} if len(meshes) > 1 else {}
+    rows, results = [], []
     for mesh in meshes:
         for mode in RECOMPUTE:
-            one, three = (_train(device, known, mesh, mode, layers) for layers in (1, 3))
-            block = (three.seconds - three.computed - three.moved - (one.seconds - one.computed - one.moved)) / 2
-            host[mode][mesh] = max(0.0, block) / _MICROBATCHES * 1e3
+            one, three = (each.seconds - each.predicted() for each in (_train(device, known, mesh, mode, n) for n in (1, 3)))
+            host[mode][mesh] = max(0.0, three - one) / 2 / _MICROBATCHES * 1e3
             if mode == "none":
-                rest = (one.seconds - one.computed - one.moved) / _MICROBATCHES * 1e3 - host[mode][mesh]
-                host[HEAD][mesh] = max(0.0, rest)
-        found = _train(device, known, mesh, "none", 0)
+                host[HEAD][mesh] = max(0.0, one / _MICROBATCHES * 1e3 - host[mode][mesh])
+        larger = _train(device, known, mesh, "none", 0)
         calls = _MICROBATCHES * (_LAYERS * host["none"][mesh] + host[HEAD][mesh]) * 1e-3
-        larger[mesh] = found._replace(seconds=found.seconds - calls)
-    least, *others = sorted(larger.values(), key=lambda each: each.moved)
-    # nothing is faster in a step than alone
-    slower = max(1.0, (least.seconds - least.moved) / least.computed)
-    update: dict[str, Any] = {key: getattr(known, key) / slower for key in ("matmul", "attention", "memory_gb_per_second")}
-    if others:
-        waited = sum(each.seconds - slower * each.computed for each in others) / sum(each.moved for each in others)
-        update["nvlink_gb_per_second"] = known.nvlink_gb_per_second / max(1.0, waited)
-    return {**update, "host_milliseconds": host}
+        added = [larger.predicted(**each) - larger.predicted() for each in (slower, narrower) if each]
+        rows.append([each / larger.seconds for each in added])
+        results.append([(larger.seconds - calls - larger.predicted()) / larger.seconds])
+    # factors of which 1 is what operations reach one by one; nothing is faster in a step than alone
+    found = torch.linalg.lstsq(torch.tensor(rows), torch.tensor(results)).solution.clamp(min=0).flatten().tolist()
+    changed = zip((slower, narrower), found, strict=False)
+    return {key: getattr(known, key) / (1 + more) for keys, more in changed for key in keys} | {"host_milliseconds": host}
 
 
-def _train(device: torch.device, known: Device, mesh: str, mode: str, tiny: int) -> Found:
+def _train(device: torch.device, known: Device, mesh: str, mode: str, tiny: int) -> Small:
     config = _config(mesh, mode, known.cpu_ranks, tiny)
     choice = Choice(**{mesh: known.cpu_ranks}, microbatch=config.training.local_batch_size, recompute=mode)
-    seconds, parts = train(device, config, config.training.steps)[0], step(uncompiled_job(config, known), choice)
-    return Found(seconds, parts.total - parts.fsdp - parts.tp, parts.fsdp + parts.tp)
+    return Small(train(device, config, config.training.steps)[0], uncompiled_job(config, known), choice)
 
 
 def _config(mesh: str, mode: str, ranks: int, tiny: int) -> Config:
