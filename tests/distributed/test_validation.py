@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from models.attention import SeqInfo
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, config_of, full_run, learnable_data, learnable_ids, mesh_of
+from tests.distributed.scenarios import CPU, config_of, first_microbatch, full_run, learnable_data, learnable_ids, mesh_of
 from tests.distributed.test_resume import reports
 from tests.token_files import data_of, mix_of
+from titanlite.loop.loss import to_microbatch
 from titanlite.loop.step import begin_training, build_model
 from titanlite.loop.validation import pass_length, validate
+from titanlite.parallel.fsdp import evaluating
 from titanlite.registry.family import family_of, load_family
 from titanlite.verify.compare import replaced
 
@@ -81,6 +85,29 @@ def test_afterwards_a_checkpoint_has_the_moments_of_every_parameter(pools, degre
     name = parameters_that_the_optimizer_lacks.__name__
     answers = pools[math.prod(degrees.values())].run(f"{HERE}:{name}", degrees=degrees, flavor=flavor)
     assert answers == [[]] * len(answers)
+
+
+def left_by_a_pass(flavor: str) -> list[str]:
+    """The units in which FSDP2 has not ended a pass without gradients."""
+    config, mesh = config_of({"dp_shard": 2}, flavor), mesh_of({"dp_shard": 2})
+    model = build_model(family_of(config.model), config, mesh, CPU)
+    part = to_microbatch(model, first_microbatch(config, mesh))
+    with evaluating(model):
+        model.head(model(part.inputs, part.seq), part.labels)
+    units = {name: module._get_fsdp_state() for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    assert len(units) > 3
+    open_pass = TrainingState.FORWARD, TrainingState.PRE_BACKWARD
+    return [
+        name
+        for name, state in units.items()
+        if state._training_state in open_pass or state._modules_to_run_forward or state._state_ctx.iter_forward_root
+    ]
+
+
+@pytest.mark.parametrize("flavor", ["plain", "tied"])
+def test_a_pass_without_gradients_is_ended_in_every_unit(pools, flavor):
+    """Of embedding and head tied, the head's pass stayed open: the next one had no root, whose streams wait on a GPU."""
+    assert pools[2].run(f"{HERE}:{left_by_a_pass.__name__}", flavor=flavor) == [[], []]
 
 
 def test_validation_does_not_change_training(pools, tmp_path):

@@ -98,6 +98,15 @@ def test_a_run_whose_hooks_freeze_parameters_and_run_the_model_resumes_bit_for_b
     assert found["optimizer.layers.0.ffn_norm.weight.exp_avg"].any()
 
 
+def test_what_a_hook_trains_later_is_reduced_in_the_precision_of_the_rest(pools, tmp_path):
+    """FSDP2 chose it at its first pass, from parameters that were trained then."""
+    keys = {"hooks": {"modules": ["tests.own.unfreezing"]}, "training": {"mixed_precision_param": "bfloat16"}}
+    for name, degrees in (("one", ONE), ("shards", {"dp_shard": 2})):
+        run(pools, degrees, tmp_path / name, 2, **keys)
+    one, shards = (reports(tmp_path / name)[-1]["grad_norm"] for name in ("one", "shards"))
+    assert shards == pytest.approx(one, rel=0.02)
+
+
 def test_a_hook_freezes_a_part_of_each_block_with_replicas_and_accumulation_as_in_one_process(pools, tmp_path):
     """The parts of a block that are reduced were counted before a hook froze some."""
     keys = {"hooks": {"modules": ["tests.own.freezing"]}, "training": {"local_batch_size": 1, "global_batch_size": 4}}

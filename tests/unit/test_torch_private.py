@@ -61,7 +61,12 @@ ATTRIBUTES = (
     Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_groups", "fsdp_groups", ("2.13",)),
     Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_group", "fsdp_groups", ("2.11",)),
     Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._reduce_scatter_comm", "set_reduce_scatter"),
-    Name(f"{_FSDP}._fsdp_state:FSDPState._modules_to_run_forward", "end_forward"),
+    Name(f"{_FSDP}._fsdp_state:FSDPState._lazy_init", "begin_fsdp"),
+    *(
+        Name(f"{_FSDP}._fsdp_state:{name}", "end_forward")
+        for name in ("FSDPState._modules_to_run_forward", "FSDPState._training_state", "FSDPStateContext.iter_forward_root")
+    ),
+    Name(f"{_FSDP}._fsdp_state:FSDPState._state_ctx", "end_forward"),
     Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._training_state", "end_forward"),
     Name(f"{_FSDP}._fsdp_common:TrainingState.IDLE", "end_forward"),
     Name(f"{_FSDP}._fsdp_common:ShardPlacementResult", "fsdp_common", ("2.13",)),

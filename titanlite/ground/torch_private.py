@@ -213,11 +213,18 @@ def set_reduce_scatter(group: Any, communication: Any) -> None:
     group._reduce_scatter_comm = communication
 
 
+def begin_fsdp(root: nn.Module) -> None:
+    """What FSDP2 does before its first forward pass. There it takes the precision of reductions from trained parameters."""
+    root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
 def end_forward(unit: nn.Module) -> None:
     """Ends a forward pass that no backward pass follows, also one that ran a part of the unit's modules."""
-    unit._get_fsdp_state()._modules_to_run_forward.clear()  # type: ignore[operator]
-    for group in fsdp_groups(unit):
-        group._training_state = type(group._training_state).IDLE
+    state = unit._get_fsdp_state()  # type: ignore[operator]
+    state._modules_to_run_forward.clear()
+    state._state_ctx.iter_forward_root = None
+    for each in (state, *fsdp_groups(unit)):
+        each._training_state = type(each._training_state).IDLE
 
 
 # ----------------------------------------------------------------------------------------------------------------- compiler

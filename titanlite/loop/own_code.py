@@ -73,8 +73,9 @@ class OwnCode:
 
     def after_building(self, model: nn.Module, config: Config, optimizer: torch.optim.Optimizer) -> None:
         """Calls these hooks, which may freeze parameters and run the model. Raises UserError where they unfreeze others."""
-        from titanlite.parallel.fsdp import release  # not at the top: a check needs no FSDP
+        from titanlite.parallel.fsdp import begin, release  # not at the top: a check needs no FSDP
 
+        begin(model)
         self.call("after_building", model, config)
         release(model)
         refuse_unfrozen(optimizer, model)

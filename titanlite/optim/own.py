@@ -45,7 +45,7 @@ def build_own(groups: Groups, cfg: Optimizer, ranks: dist.ProcessGroup | None = 
     def after(*_: Any) -> None:
         if late := next((keys[0][p] ^ {*optimizer.state[p]} for p in keys[0] if keys[0][p] != {*optimizer.state[p]}), None):
             what = f"makes or removes state[{sorted(late)[0]!r}] after its first step"
-            raise UserError(f"{_title(cfg)}: {what}; a checkpoint could not be read there: make all state in the first step")
+            raise UserError(f"{_title(cfg)}: {what}, so that no resume could read its checkpoints: make all state in the first")
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)

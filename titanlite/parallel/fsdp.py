@@ -26,6 +26,7 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import (
     BEFORE_2_13,
     DefaultReduceScatter,
+    begin_fsdp,
     end_forward,
     fsdp_common,
     fsdp_groups,
@@ -227,6 +228,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(training)
     release(model)
+
+
+def begin(model: nn.Module) -> None:
+    """Call before code that may freeze parameters and train them later: FSDP2 would reduce these in another precision. Pipelines
+    accumulate in float32 themselves."""
+    if isinstance(model, FSDPModule):
+        begin_fsdp(model)
 
 
 def release(model: nn.Module) -> None:
