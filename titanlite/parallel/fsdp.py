@@ -231,8 +231,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def begin(model: nn.Module) -> None:
-    """Call before code that may freeze parameters and train them later: FSDP2 would reduce these in another precision. Pipelines
-    accumulate in float32 themselves."""
+    """Call before code that may freeze parameters and train them later, which FSDP2 would reduce in another precision.
+
+    Pipelines accumulate in float32 themselves.
+    """
     if isinstance(model, FSDPModule):
         begin_fsdp(model)
 
