@@ -102,15 +102,14 @@ def _train(device: torch.device, known: Device, mesh: str, mode: str, tiny: int)
 def _config(mesh: str, mode: str, ranks: int, tiny: int) -> Config:
     """A Llama with all ranks in one dimension of the mesh. tiny: layers of one with next to no work; 0 is a larger one."""
     heads = ranks * math.ceil(8 / ranks)  # a multiple of the ranks, so that tensor parallelism can split it
-    head_dim, layers, vocab, tokens = (
-        (8, tiny, 32, 4) if tiny else (32, _LAYERS, 128, 32)
-    )  # vocabulary and tokens for each head
-    dim, batch = heads * head_dim, 1 if tiny else 2
+    head_dim, layers, batch = (8, tiny, 1) if tiny else (32, _LAYERS, 2)
+    vocab, tokens = (32 * heads, 4 * heads) if tiny else (128 * heads, 32 * heads)
+    dim = heads * head_dim
     sizes = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads, "head_dim": head_dim, "ffn_dim": 3 * dim}
-    training: dict[str, Any] = {"seq_len": tokens * heads, "local_batch_size": batch, "mixed_precision_param": "float32"}
+    training: dict[str, Any] = {"seq_len": tokens, "local_batch_size": batch, "mixed_precision_param": "float32"}
     training |= {"global_batch_size": batch * _MICROBATCHES * (1 if mesh == "tp" else ranks)}
     training |= {"steps": _TINY_STEPS if tiny else _STEPS}
-    model = {"name": "llama3", "flavor": "debug", "overrides": {**sizes, "vocab_size": vocab * heads}}
+    model = {"name": "llama3", "flavor": "debug", "overrides": {**sizes, "vocab_size": vocab}}
     degrees = {key: ranks if name == mesh else 1 for name, key in _MESHES.items()}
     return Config.model_validate(
         {"model": model, "training": training, "parallelism": degrees, "activation_checkpoint": {"mode": mode}}
