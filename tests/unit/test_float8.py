@@ -11,6 +11,8 @@ from titanlite.config import effects
 from titanlite.config.effects import Hardware
 from titanlite.config.schema import Config
 from titanlite.parallel import tensor
+from titanlite.parallel.parallelize import STEPS
+from titanlite.registry.check import Subject
 from titanlite.registry.family import family_of
 from titanlite.transforms import float8
 from titanlite.transforms.float8 import convert, linear_layers
@@ -113,6 +115,16 @@ def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
     model.layers = nn.ModuleDict({str(i): nn.ModuleDict({"w": nn.Linear(64, 40), "v": nn.Linear(64, 32)}) for i in range(3)})
     (line,) = linear_layers(model, config_of(), {})[1]
     assert "layers.*.w is 64 x 40" in line and 'add "layers.*.w" to float8.filter_fqns' in line
+
+
+@pytest.mark.parametrize(("ranks", "faulty"), [(2, False), (4, False), (3, True)])
+def test_unequal_shards_are_not_gathered_in_float8_on_any_rank(ranks, faulty):
+    """gloo aborted with SIGABRT: each rank gathered as many bytes as it held."""
+    config = config_of({"enable_fsdp_float8_all_gather": True})
+    subject = Subject(config, ranks, None, False)
+    subject.model = on_meta(family_of(config.model), config)
+    found = [fault for step in STEPS if step.name == "FSDP2" for fault in step.faults(subject)]
+    assert [f"{ranks} ranks do not divide the rows of layers.*.attention.wq" in each for each in found] == [True] * faulty
 
 
 # ------------------------------------------------------------------------------------------------------------- what is refused

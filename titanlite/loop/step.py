@@ -44,7 +44,8 @@ def begin_training(
     teacher = load_teacher(config, mesh, device)  # first: the compiler's settings are then those of the trained model
     model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
     model.teacher = teacher
-    if routers_of(family.on_meta()):  # also on a pipeline's stage without one: all ranks create the same process groups
+    # a pipeline's stage may have none, but all ranks create the same process groups
+    if routers_of(model) or (mesh["pp"].size() > 1 and routers_of(family.on_meta())):
         batch, together = config.global_batch(data_degree(mesh)), stage_group(mesh)
         balance.balance_experts(model, config, batch, sequence_mesh(mesh), mesh["tp"], together)
     at(0, "creating the optimizer state")

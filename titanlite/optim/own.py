@@ -36,14 +36,14 @@ def build_own(groups: Groups, cfg: Optimizer, ranks: dist.ProcessGroup | None = 
     build = _constructor(cfg, ranks)
     optimizer = build(groups)
     optimizer.defaults["fused"] = False  # it takes no found_inf; the groups have their own copy of the value
-    keys = [dict[Tensor, set[str]]()]
+    kept: dict[Tensor, set[str]] = {}  # the names of each parameter's state before a step
 
     def before(*_: Any) -> None:
         _reach_all(optimizer)
-        keys[0] = {p: {*state} for p, state in optimizer.state.items() if state}
+        kept.update({p: {*state} for p, state in optimizer.state.items() if state})
 
     def after(*_: Any) -> None:
-        if late := next((keys[0][p] ^ {*optimizer.state[p]} for p in keys[0] if keys[0][p] != {*optimizer.state[p]}), None):
+        if late := {name for p, names in kept.items() for name in names ^ {*optimizer.state[p]}}:
             what = f"makes or removes state[{sorted(late)[0]!r}] after its first step"
             raise UserError(f"{_title(cfg)}: {what}, so that no resume could read its checkpoints: make all state in the first")
 
