@@ -1,5 +1,6 @@
 """What all tests share: where their files are, what ends with them, the pools of ranks, and which tests run in parallel."""
 
+import gc
 import logging
 import multiprocessing.forkserver as forkserver
 import os
@@ -90,6 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Ends a run whose groups pytest-xdist could not read from the end of the tests' names."""
+    gc.freeze()  # as in tests/preload.py
     if session.config.getoption("loadgroup", False):
         groups = {item.nodeid: item.get_closest_marker("xdist_group") for item in session.items}
         lost = [name for name, group in groups.items() if group and not name.endswith(group.args[0])]

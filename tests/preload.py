@@ -4,6 +4,8 @@ forked.
 A start of Python with these imports takes seconds. They must not start threads or create groups: a fork would lose them.
 """
 
+import gc
+
 import torch._dynamo
 import torch._functorch.aot_autograd
 import torch._inductor.compile_fx
@@ -24,3 +26,4 @@ import titanlite.train  # noqa: F401
 from tests import disturbed
 
 disturbed.install()
+gc.freeze()  # the garbage collector leaves out what is imported: it took a tenth of all time, and copied pages that forks share

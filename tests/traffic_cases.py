@@ -55,7 +55,7 @@ FLOAT8_GATHERS = {"float8": {**FLOAT8["float8"], "enable_fsdp_float8_all_gather"
 
 CASES = {
     "shard 2": Case(SHARD),
-    "shard 4, reshard to 2": Case({"dp_shard": 4}, parallelism={"fsdp_reshard_after_forward": 2}),
+    "shard 4": Case({"dp_shard": 4}),
     "shard 2, accumulation, reduced once": Case(SHARD, accumulation=2, parallelism=LATE),
     "hybrid, accumulation": Case(HYBRID, accumulation=2),
     "hybrid, tied, accumulation": Case(HYBRID, "tied", accumulation=2),

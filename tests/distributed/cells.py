@@ -58,7 +58,6 @@ GATHERS: dict[str, dict[str, Any]] = {
     "default": {},
     "never": {"fsdp_reshard_after_forward": "never"},
     "always": {"fsdp_reshard_after_forward": "always"},
-    "two": {"fsdp_reshard_after_forward": 2},
     "prefetch": {"fsdp_prefetch": 2},
 }
 

@@ -36,7 +36,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "accumulation": ("1", "2", "2, reduced at the end", "4"),
     "documents": ("one", "many"),
     "adapter": ("none", "lora"),
-    "gather": ("default", "never", "always", "two", "prefetch"),
+    "gather": ("default", "never", "always", "prefetch"),
     "method": ("keys gathered", "heads exchanged"),  # of context parallelism
     "optimizer": ("AdamW", "Muon"),
     "z-loss": ("none", "0.001"),
@@ -81,13 +81,7 @@ REFUSALS = (
     Refusal(("recompute", "precision"), lambda r, p: "chunks" in r and "float8" in p, "parts of no multiple of 16 tokens"),
     Refusal(("precision", "adapter"), lambda p, a: "float8" in p and a == "lora", "adapters do not multiply in float8"),
     Refusal(("precision", "mesh"), lambda p, m: "gather" in p and "tp" in m, "the scale of a part of a weight is another"),
-    Refusal(("precision", "gather"), lambda p, g: p == "float8 gather" and g == "two", "float8 gathers all or nothing again"),
     Refusal(("gather", "mesh"), lambda g, m: g != "default" and not re.search("shard|context", m), "nothing is gathered"),
-    Refusal(
-        ("gather", "mesh"),
-        lambda g, m: g == "two" and not re.search("shard 4|context [48]|shard 2 x context 2$", m),
-        "2 does not divide the shards",
-    ),
     Refusal(("method", "mesh"), lambda o, m: o == "heads exchanged" and "context" not in m, "sequences are not split"),
     Refusal(("method", "mesh"), lambda o, m: o == "heads exchanged" and m == "context 8", "there are 4 key-value heads"),
     *(
@@ -103,7 +97,7 @@ REFUSALS = (
     Refusal(("mesh", "accumulation"), lambda m, a: m in PIPELINES and "end" in a, "a pipeline reduces once a step"),
     Refusal(("mesh", "accumulation"), lambda m, a: m not in PIPELINES and a == "4", "no more than 2 show"),
     Refusal(("mesh", "accumulation"), lambda m, a: m in PIPELINES and int(a[0]) < int(m[9]), "fewer microbatches than ranks"),
-    Refusal(("mesh", "gather"), lambda m, g: m in PIPELINES and g in ("always", "two"), "what is gathered stays"),
+    Refusal(("mesh", "gather"), lambda m, g: m in PIPELINES and g == "always", "what is gathered stays"),
     Refusal(("schedule", "compile"), lambda k, c: "Zero" in k and c != "no", "compiled graphs have one backward pass"),
     Refusal(("schedule", "recompute"), lambda k, r: "Zero" in k and r != "none", "what is computed again is kept"),
     Refusal(("precision", "mesh"), lambda p, m: p == "bfloat16 states" and m not in PIPELINES,
@@ -119,7 +113,6 @@ REFUSALS = (
             "nothing is computed by chunks"),
     Refusal(("router", "balance"), lambda r, b: b == "moving bias" and "bias" not in r, "there is no bias"),
     Refusal(("experts", "received"), lambda e, r: e == "whole" and r != "in one round", "no tokens are dispatched"),
-    Refusal(("experts", "gather"), lambda e, g: e != "whole" and g == "two", "FSDP2 reshards a block over the same ranks"),
     Refusal(("experts", "mesh"), lambda e, m: e != "whole" and not re.search("shard|tp|context", m), "there is one rank"),
     Refusal(("experts", "mesh"), lambda e, m: e == "split 4" and not re.search(FOUR, m), "4 does not divide the ranks"),
 )  # fmt: skip

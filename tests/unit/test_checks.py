@@ -35,7 +35,7 @@ LORA, ADAPTED = "lora.enable", "lora.modules"
 DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
 OFFLOAD, OVERLAP = "parallelism.cpu_offload", "parallelism.enable_async_tensor_parallel"
 SNAPSHOT, SNAPSHOTS = "profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder"
-RESHARD, CHUNKS = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.sequence_chunks"
+CHUNKS = "activation_checkpoint.sequence_chunks"
 AC, BLOCKS = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 LAST, EP = "parallelism.reduce_every_microbatch", "parallelism.expert_parallel_degree"
 NODE = "parallelism.expert_parallel_node_size"
@@ -98,8 +98,6 @@ CASES = [
     (6, {TP: 4}, ["tensor_parallel_degree = 4", "number of processes, 6"], {TP: 2}),
     (4, {SHARD: 2}, ["data_parallel_shard_degree = 2", "needs 2 processes, and there are 4"], {SHARD: 4}),
     (4, {TP: 4, "training.seq_len": 30}, [f"{TP} = 4", "training.seq_len = 30"], {"training.seq_len": 32}),
-    (4, {RESHARD: 3}, [f"{RESHARD} = 3", "data_parallel_shard_degree = 4"], {RESHARD: 2}),
-    (4, {RESHARD: 4}, [f"{RESHARD} = 4", "smaller"], {RESHARD: "always"}),
     (2, {CP: 2, "training.seq_len": 30}, [f"{CP} = 2", "seq_len = 30 must be a multiple of 2 x 2 x"], {"training.seq_len": 32}),
     (8, {CP: 8, METHOD: "ulysses"}, [f'{METHOD} = "ulysses"', "do not divide 4 heads of llama3 debug"], {METHOD: "gather"}),
     (2, {CP: 2, ATTENTION: "tiles"}, [f'{ATTENTION} = "tiles"', f'{METHOD} = "gather"'], {METHOD: "ulysses"}),
@@ -112,7 +110,6 @@ CASES = [
     (4, MIXTURE | {EP: 4, NODE: 3}, [f"{NODE} = 3", f"{EP} = 4 must be a multiple above it"], {NODE: 2}),
     (4, MIXTURE | {EP: 4, NODE: 4}, [f"{NODE} = 4"], {NODE: 1}),
     (2, {EP: 2}, [f"{EP} = 2: llama3 debug has no Experts of models/moe.py; set it to 1"], {EP: 1}),
-    (4, MIXTURE | {EP: 2, RESHARD: 2}, [f"{RESHARD} = 2", f"{EP} = 2 shards some", '"always" or'], {RESHARD: "always"}),
     (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),
 
     (1, {NAME: "llama4"}, ["model.name = 'llama4'", "models/ has: deepseek_v3, gemma3, gpt_oss, llama3"], {NAME: "llama3"}),

@@ -161,7 +161,6 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_removed_keys_and_val
         ("training.max_norm", "inf", math.inf),
         ("job.description", "", ""),
         ("lr_scheduler.decay_ratio", "none", None),
-        ("parallelism.fsdp_reshard_after_forward", "4", 4),
     ],
 )
 def test_an_option_becomes_a_value_of_the_keys_type(option, text, value):
@@ -173,7 +172,7 @@ def test_an_option_becomes_a_value_of_the_keys_type(option, text, value):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--parallelism.fsdp_reshard_after_forward", "1"], "'never' or greater than or equal to 2"),
+        (["--parallelism.fsdp_reshard_after_forward", "2"], "'default', 'always' or 'never'"),
         (["--training.steps", "--training.seed", "1"], "--training.steps: has no value"),
         (["stray"], "stray: belongs to no option"),
         (["--training.steps", "5", "6"], "6: belongs to no option"),

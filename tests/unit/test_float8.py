@@ -141,7 +141,6 @@ FAULTS = [
     ({}, {"lora": {"enable": True}}, ["lora.enable = true"]),
     ({ALL_GATHER: True, RECIPE: "rowwise"}, {}, [f"{ALL_GATHER} = true", 'use "tensorwise"']),
     ({ALL_GATHER: True}, {"parallelism": {"tensor_parallel_degree": 2}}, [ALL_GATHER, "tensor_parallel_degree = 2"]),
-    ({ALL_GATHER: True}, {"parallelism": {"fsdp_reshard_after_forward": 2}}, [ALL_GATHER, "reshard_after_forward"]),
     ({ALL_GATHER: True}, {"parallelism": {"cpu_offload": True}}, [ALL_GATHER, "cpu_offload"]),
     ({}, {"parallelism": {"tensor_parallel_degree": 4}},
      ["layers.*.attention.wk", "64 x 8 on each of parallelism.tensor_parallel_degree = 4 ranks", "layers.*.ffn.w1"]),

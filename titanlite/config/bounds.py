@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -58,4 +58,3 @@ def _of_a_part(name: str) -> str:
 
 
 OwnPart = Annotated[str, Field(max_length=1000, pattern=NO_NUL), AfterValidator(_of_a_part)]  # of titanlite/interfaces.py
-Reshard = Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=2**20)]

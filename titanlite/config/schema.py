@@ -189,11 +189,10 @@ class Parallelism(Section):
     pipeline_parallel_layers_per_stage: Annotated[Literal[-1] | bounds.Count, _WITH_PIPELINE] = -1
     """Blocks of each stage except the last, which has the rest. -1: the number for which the slowest stage has the fewest
     FLOPs, the head's included."""
-    fsdp_reshard_after_forward: Annotated[bounds.Reshard, _WITH_FSDP] = "default"
+    fsdp_reshard_after_forward: Annotated[Literal["default", "always", "never"], _WITH_FSDP] = "default"
     """What happens to a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3). "default":
     freed, except the head's, whose backward pass comes next; kept in a pipeline, which would gather them for every microbatch.
-    "never": kept for the backward pass (shard-grad-op, ZeRO-2). A number N: resharded over N ranks, so that the second gather
-    stays among them; N divides the shard degree."""
+    "never": kept for the backward pass (shard-grad-op, ZeRO-2)."""
     fsdp_prefetch: Annotated[int, Field(ge=1, le=1024), _WITH_FSDP] = 1
     """How many blocks ahead parameters are gathered, forward and backward. Each costs memory, and hides more of the network."""
     reduce_every_microbatch: Annotated[bool, EffectiveWhen(_WITHOUT_PIPELINE, ACCUMULATION)] = True

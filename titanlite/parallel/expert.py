@@ -60,7 +60,7 @@ def unsplittable(model: nn.Module, degree: int) -> str:
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
     """A degree for a model without experts, or that does not divide them; what FSDP2 cannot do with it."""
-    degree, reshard = config.parallelism.expert_parallel_degree, config.parallelism.fsdp_reshard_after_forward
+    degree = config.parallelism.expert_parallel_degree
     if degree == 1:
         return
     key, node = f"parallelism.expert_parallel_degree = {degree}", config.parallelism.expert_parallel_node_size
@@ -68,11 +68,6 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f"parallelism.expert_parallel_node_size = {node}: {key} must be a multiple above it; otherwise set it to 1"
     if reason := unsplittable(model, degree):
         yield f"{key}: {config.model.title} has {reason}; set it to 1"
-    if isinstance(reshard, int):
-        yield (
-            f"parallelism.fsdp_reshard_after_forward = {reshard}: FSDP2 reshards all parameters of a block over the same "
-            f'ranks, and {key} shards some over others; use "default", "always" or "never"'
-        )
     if BEFORE_2_13:
         needs = "needs PyTorch 2.13, whose FSDP2 has a mesh for each parameter"
         cfg = config.activation_checkpoint

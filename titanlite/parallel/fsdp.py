@@ -55,42 +55,39 @@ def apply_fsdp(
     )
     policy = parallelism.fsdp_reshard_after_forward
     kept = policy == "never" or (policy == "default" and parallelism.pipeline_parallel_degree > 1)
-    of_block = policy if isinstance(policy, int) else not kept
-    of_head = False if policy == "default" else of_block
+    of_head = policy == "always"
     pinned = mesh.device_type == "cuda"  # and not in a prediction
     offload = CPUOffloadPolicy(pin_memory=pinned) if parallelism.cpu_offload else OffloadPolicy()
     shards = fsdp_mesh(mesh)
     options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
-    # what FSDP2 reshards over fewer ranks it splits along the first dimension
-    ranks = 1 if isinstance(policy, int) else shards.shape[-1]
-    placement_fn = functools.partial(_placement, ranks=ranks)
+    placement_fn = functools.partial(_placement, ranks=shards.shape[-1])
     if of_experts is not None and torch.equal(of_experts.mesh, shards.mesh):
         of_experts = None  # both have one rank, or no replica has more
     if of_experts is not None and not BEFORE_2_13:
         apart = {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
-        placement_fn = functools.partial(_placement, ranks=ranks, apart=apart, info=_mesh_info(of_experts))
+        placement_fn = functools.partial(placement_fn, apart=apart, info=_mesh_info(of_experts))
     elif of_experts is not None:  # one mesh for all parameters of a unit: experts are units inside their block's
         split = functools.partial(_placement, ranks=of_experts.shape[-1])
         for experts in experts_of(model):
-            fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
+            fully_shard(experts, reshard_after_forward=not kept, **options | {"mesh": of_experts, "shard_placement_fn": split})
     options_of_blocks = options | {"shard_placement_fn": placement_fn}
     often = Counter(module for block in blocks_of(model) for module in block.modules())
     shared = nn.ModuleList(module for module in often if often[module] > 1)  # such as one attention of all blocks
     theirs = {*shared.parameters()} or None
     # an MTP module is a unit around that of its block
     for unit in [*blocks_of(model), *further_of(model).values()]:
-        fully_shard(unit, reshard_after_forward=of_block, ignored_params=theirs, **options_of_blocks)
+        fully_shard(unit, reshard_after_forward=not kept, ignored_params=theirs, **options_of_blocks)
     embed, head = model.embed, model.head
     only_tokens = type(embed) is nn.Embedding  # which its gradient needs, and not the weight; a fork's may multiply by others
     if embed is not None and head is not None and is_tied(model):
         # one parameter belongs to one unit, gathered before the first layer and freed after the loss
         _, sharded_head = fully_shard([embed, head], reshard_after_forward=of_head, **options)
         # it stays gathered through the head's only backward pass
-        if of_head is False and only_tokens and not further_of(model):
+        if not of_head and only_tokens and not further_of(model):
             sharded_head.set_unshard_in_backward(False)
     else:
         if embed is not None:
-            sharded_embed = fully_shard(embed, reshard_after_forward=of_block, **options)
+            sharded_embed = fully_shard(embed, reshard_after_forward=not kept, **options)
             if only_tokens:
                 sharded_embed.set_unshard_in_backward(False)
         if head is not None:

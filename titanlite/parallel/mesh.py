@@ -160,18 +160,6 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
             f"parallelism.expert_parallel_degree = {experts}: does not divide data_parallel_shard_degree x "
             f"context_parallel_degree x tensor_parallel_degree = {shard // context} x {context} x {tensor} = {together}"
         )
-    reshard = parallelism.fsdp_reshard_after_forward
-    among = f"data_parallel_shard_degree{' x context_parallel_degree' if context > 1 else ''} = {shard}"
-    if isinstance(reshard, int) and (shard % reshard or reshard >= shard):
-        yield (
-            f"parallelism.fsdp_reshard_after_forward = {reshard}: must be smaller than {among} "
-            'and divide it, or be "default", "always" or "never"'
-        )
-    elif isinstance(reshard, int) and tensor > 1:
-        yield (
-            f"parallelism.fsdp_reshard_after_forward = {reshard}: FSDP2 does not reshard over fewer ranks what "
-            f'tensor_parallel_degree = {tensor} splits; use "default", "always" or "never"'
-        )
     one_pass, batch = training.local_batch_size * parts, config.global_batch(parts)
     if batch % one_pass:
         yield (

@@ -324,10 +324,10 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     yield from _stage_faults(config, family, model, key)
     if config.validation.sample_prompts:
         yield f"{key}: validation.sample_prompts needs the whole model on a rank; set it to [], and use titanlite generate"
-    if cfg.fsdp_reshard_after_forward not in ("default", "never"):
+    if cfg.fsdp_reshard_after_forward == "always":
         yield (
-            f"{key}: parallelism.fsdp_reshard_after_forward = {cfg.fsdp_reshard_after_forward!r}: between microbatches, a "
-            'pipeline keeps what it has gathered; use "default"'
+            f'{key}: parallelism.fsdp_reshard_after_forward = "always": between microbatches, a pipeline keeps what it has '
+            'gathered; use "default"'
         )
     yield from conflicts(config, CONFLICTS)
 

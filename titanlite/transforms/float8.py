@@ -110,8 +110,6 @@ def faults(config: Config) -> Iterator[str]:
             "float8.emulate = true computes the same on any device, slowly"
         )
     yield from _token_faults(config)
-    if cfg.enable_fsdp_float8_all_gather and isinstance(config.parallelism.fsdp_reshard_after_forward, int):
-        yield f'{_GATHER}: parallelism.fsdp_reshard_after_forward must be "default", "always" or "never"'
 
 
 def shard_faults(config: Config, model: nn.Module, ranks: int) -> Iterator[str]:
