@@ -119,7 +119,7 @@ def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_gradien
             assert {name: split for name, (split, _) in found.items() if not split < 1e-5} == {}
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", slow_but(["one expert", "four experts as they come"], ROUTINGS))
 def test_tokens_that_are_sent_once_to_each_node_have_the_results_and_gradients_of_one_process(pools, routing):
     arguments: dict[str, Any] = {"routing": routing, "kind": KINDS["clamped, with biases"], "dtype": torch.float32}
     for nodes, factor in ((2, 1.5), (4, 0.2)):

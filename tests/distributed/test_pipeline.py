@@ -150,7 +150,7 @@ SENT = {
 }
 
 
-@pytest.mark.parametrize("cell", SENT)
+@pytest.mark.parametrize("cell", slow_but(["pp 2 x shard 2"], SENT))
 def test_the_rank_with_the_most_memory_sends_what_is_predicted(pools, cell):
     degrees, changes = SENT[cell]
     config = config_of_cell(degrees, changes)

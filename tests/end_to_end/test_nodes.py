@@ -16,6 +16,7 @@ def folder(tmp_path) -> Path:
     return working_folder(tmp_path)
 
 
+@pytest.mark.slow  # the comparison itself is that of the test below
 def test_launchers_with_another_configuration_and_other_code_end_on_all_nodes(folder):
     other = folder / "other"
     for name in ("titanlite", "models", "run_train.sh"):
