@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import pkgutil
@@ -68,8 +69,13 @@ class Family(NamedTuple):
         return getattr(self.module, name)(self.config) if hasattr(self.module, name) else {}
 
     def dimensions(self) -> dict[str, Any]:
-        """The fields of `config`, after a round trip through JSON."""
-        return json.loads(json.dumps(dataclasses.asdict(self.config), default=repr))
+        """The fields of `config`, after a round trip through JSON. Raises UserError for a value that other processes cannot
+        compare: checkpoints keep these, and nodes agree on them."""
+        found = json.loads(json.dumps(dataclasses.asdict(self.config), default=_text))
+        if changing := [f"Config.{name} = {value!r}" for name, value in found.items() if " at 0x" in str(value)]:
+            remedy = "an address differs in each process; use a function or a class, or give the value's class a __repr__"
+            raise UserError(f"{type(self.config).__module__}: {', '.join(changing)}: {remedy}")
+        return found
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json of these dimensions, which `described` reads. Raises UserError where that has no words for them."""
@@ -83,6 +89,13 @@ class Family(NamedTuple):
         """A sentence for each dimension in `before` that has changed; a new dimension does not count."""
         now = self.dimensions()
         return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+
+
+def _text(value: Any) -> Any:
+    """A value that JSON does not have. The repr of a function has its address, and that of a set an order of this process."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=lambda each: json.dumps(each, default=_text))
+    return f"{value.__module__}.{value.__qualname__}" if inspect.isfunction(value) or inspect.isbuiltin(value) else repr(value)
 
 
 class BrokenModule(UserError):
