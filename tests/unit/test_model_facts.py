@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import llama3
+from models.blocks import Constant
 from tests import tiny
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
@@ -17,7 +18,7 @@ from titanlite.loop import checks
 from titanlite.loop.checks import check
 from titanlite.registry.family import Family
 from titanlite.verify import facts
-from titanlite.verify.small_runs import guarded
+from titanlite.verify.small_runs import guarded, takes_documents
 
 # ------------------------------------------------------------------------------------------------------------ Hugging Face
 
@@ -74,3 +75,20 @@ def test_what_a_checkpoint_keeps_of_the_dimensions_is_the_same_in_every_process(
     monkeypatch.setattr(checks, "family_of", lambda keys: changing)
     with pytest.raises(Faults, match=r"Config\.act"):
         check(Config(), "run.toml", 1)
+
+
+def test_a_model_that_indexes_by_a_buffer_has_its_values_when_packed_rows_are_tried():
+    class Model(llama3.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("phase", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x, seq):
+            return super().forward(x, seq) * torch.ones(2)[self.phase]
+
+    indexing = changed(Model=Model, initial=lambda config: {"phase": Constant(1.0), **tiny.initial(config)})
+    torch.use_deterministic_algorithms(True)  # fills memory without values with the largest integer
+    try:
+        assert takes_documents(indexing)
+    finally:
+        torch.use_deterministic_algorithms(False)
