@@ -165,7 +165,9 @@ def test_a_step_has_the_last_output_of_a_block_that_runs_several_times(monkeypat
     tokens = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(0))[:, :-1]
     after = model(tokens, sequence_of(tokens, None)).abs().mean().item()  # the result of the last block
     sizes = measure(family).sizes
-    assert {name: len(of_steps) for name, of_steps in sizes.items()} == dict.fromkeys(["layers.0", "layers.1", "logits"], STEPS + 1)
+    assert {name: len(of_steps) for name, of_steps in sizes.items()} == dict.fromkeys(
+        ["layers.0", "layers.1", "logits"], STEPS + 1
+    )
     assert sizes["layers.1"][0] == [pytest.approx(after, rel=1e-5)]
 
 

@@ -113,15 +113,18 @@ def load_family(name: str, flavor: str, assets: str = "", overrides: dict[str, A
     return Family(module, overridden(config, overrides or {}, [*module.FLAVORS.values(), config], name))
 
 
+def flavor_of(module: ModuleType, given: str) -> str:
+    """The flavor that is meant, such as "8b" by "8B", as torchtitan writes it; `given` if there is none."""
+    return given if given in module.FLAVORS else next((each for each in module.FLAVORS if each.lower() == given.lower()), given)
+
+
 def _config_of(module: ModuleType, name: str, flavor: str, assets: str) -> Any:
     """The dimensions of a flavor."""
     if flavor == FROM_ASSETS:
         if not assets:
             raise UserError(f'model.flavor = "{FROM_ASSETS}": takes its dimensions from model.hf_assets_path, which is empty')
         return described(module, read_description(Path(assets)))
-    if flavor not in module.FLAVORS:  # torchtitan writes 8B
-        flavor = next((name for name in module.FLAVORS if name.lower() == flavor.lower()), flavor)
-    if flavor not in module.FLAVORS:
+    if (flavor := flavor_of(module, flavor)) not in module.FLAVORS:
         have = ", ".join(module.FLAVORS) or "(none)"
         raise UserError(f'model.flavor = {flavor!r}: {name} has the flavors {have}; "{FROM_ASSETS}": as model.hf_assets_path')
     return module.FLAVORS[flavor]
