@@ -153,14 +153,14 @@ def vocabulary_of(keys: Model) -> int:
     return family_of(keys).config.vocab_size
 
 
-def trusted(config: Config, source: Path, named: str) -> Config:
+def trusted(config: Config, source: Path, named: str, option: str = "--model") -> Config:
     """The configuration in a file, if its model may be imported: no name from a file decides which code runs.
 
-    named: the module that the user's command names instead. Without it, the model must be a family of the folder models/.
-    Raises UserError.
+    named: the module that the user's command names instead, by `option`. Without it, the model must be a family of the folder
+    models/. Raises UserError.
     """
     if not named and config.model.name not in family_names():
-        remedy = f"no code that a file names is run; if you trust it, add --model {config.model.name}"
+        remedy = f"no code that a file names is run; if you trust it, add {option} {config.model.name}"
         raise UserError(f"{source}: its model is {config.model.name!r}, not a family of models/; {remedy}")
     return config.model_copy(update={"model": config.model.model_copy(update={"name": named or config.model.name})})
 
