@@ -35,6 +35,7 @@ from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.open_model import build
 
 _SCRIPT = Path(__file__).parents[1] / "run_train.sh"  # sets what makes ranks faster; an installed wheel has none
+_ARGUMENTS = ("the argument assets", "name =")  # for messages, where commands have --assets and --model
 _LAST_LINES = 30  # of the log, in the message of a run that has failed
 
 
@@ -159,13 +160,13 @@ class Run:
         """The checkpoints, oldest first. At least one."""
         return checkpoints(self.folder)
 
-    def model(self, checkpoint: Path | None = None, name: str = "") -> Decoder:
+    def model(self, checkpoint: Path | None = None, name: str = "", assets: str | Path = "") -> Decoder:
         """The model of a checkpoint, the newest by default, in float32 on the CPU, in evaluation mode and in this process.
 
-        name: the module of a model that is no family of models/. `model.head(model(tokens, SeqInfo(positions)))` are logits
-        (models/decoder.py). Adapters are merged.
+        name: the module of a model that is no family of models/. assets: the folder of the tokenizer, if it has moved.
+        `model.head(model(tokens, SeqInfo(positions)))` are logits (models/decoder.py). Adapters are merged.
         """
-        return _loaded(self._opened(checkpoint, name))
+        return _loaded(self._opened(checkpoint, name, assets))
 
     def generate(
         self,
@@ -174,19 +175,21 @@ class Run:
         sampling: Sampling | None = None,
         checkpoint: Path | None = None,
         name: str = "",
+        assets: str | Path = "",
     ) -> list[str]:
-        """Each prompt with its continuation, by `model(checkpoint, name)`, in this process.
+        """Each prompt with its continuation, by `model(checkpoint, name, assets)`, in this process.
 
         sampling: temperature, top_k, top_p and seed.
         """
-        exported = self._opened(checkpoint, name)
+        exported = self._opened(checkpoint, name, assets)
         tokenizer = exported.tokenizer()
         if tokenizer is None:
-            raise UserError(f"{self.folder}: has no tokenizer")
+            raise UserError(f"{self.folder}: has no tokenizer; name its folder with {_ARGUMENTS[0]}")
         return continue_texts(_loaded(exported), tokenizer, prompts, max_new_tokens, sampling or Sampling())
 
-    def _opened(self, checkpoint: Path | None, name: str) -> Exported:
-        return Exported(Stored(checkpoint or self.checkpoints()[-1]), torch.float32, named=name)
+    def _opened(self, checkpoint: Path | None, name: str, assets: str | Path) -> Exported:
+        stored = Stored(checkpoint or self.checkpoints()[-1])
+        return Exported(stored, torch.float32, str(assets), name, _ARGUMENTS)
 
 
 def _loaded(exported: Exported) -> Decoder:

@@ -20,6 +20,7 @@ from titanlite import api
 from titanlite.config.read import read_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.inference.generate import Sampling
+from titanlite.registry import family
 
 NOTEBOOK = ROOT / "docs" / "tutorials" / "notebook.ipynb"
 TABLES = {
@@ -41,7 +42,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_from_tables_resumes_on_other_ranks_with_a_file_and_its_results_are_read(folder, capfd):
+def test_a_run_from_tables_resumes_on_other_ranks_with_a_file_and_its_results_are_read(folder, capfd, monkeypatch):
     run = titanlite.run(TABLES, checkpoint={"enable": True}, job={"dump_folder": "out"})
     assert run.folder == Path("out") and "step 3/3" in capfd.readouterr().out
     (folder / "run.toml").write_text('job.dump_folder = "out"\ncheckpoint.enable = true\n')
@@ -63,6 +64,14 @@ def test_a_run_from_tables_resumes_on_other_ranks_with_a_file_and_its_results_ar
         tokens = torch.tensor([ids])
         likeliest = int(model.head(model(tokens, SeqInfo(torch.arange(len(ids))[None])))[0, -1].argmax())
     assert text == tokenizer.decode([*ids, likeliest], skip_special_tokens=False)
+
+    # messages name arguments of Python
+    with pytest.raises(ValueError, match=r"no tokenizer\.json in it; .* the argument assets"):
+        run.generate("Line 7", assets=folder)
+    monkeypatch.setattr(family, "family_names", lambda: [])
+    with pytest.raises(ValueError, match="if you trust it, add name = llama3"):
+        run.model()
+    assert torch.equal(run.model(name="llama3").embed.weight, model.embed.weight)
 
 
 def test_a_fault_is_an_exception_that_names_the_key_and_nothing_is_started(folder):

@@ -329,13 +329,33 @@ def test_a_module_that_cannot_be_imported_or_lacks_a_part_is_a_failed_row(monkey
     [
         (["lama3"], "there is no module models.lama3"),
         (["tests.tiny:huge"], "has the flavors plain, tied"),
-        (["tests.tiny", "--training.steps", "3", "--flavor", "x"], "--training.steps, --flavor: check-model has no other"),
+        (["tests.tiny", "--training.steps", "-3", "--flavor", "x"], r"--training\.steps, --flavor: .*--coordinates, --output"),
+        # a value that begins with a dash belongs to its option
+        (["tests.tiny", "--model.overrides.dim", "-1"], r"overrides\.dim = -1: must be greater than 0"),
+        (["tests.tiny", "--model.overrides.rope_theta", "-1e-3"], r"overrides\.rope_theta = -0\.001: must be greater than 0"),
+        (
+            ["llama3", "--model.overrides.mup_base_dim", "64"],
+            r"mup_base_dim needs tied_embeddings = false.*\n.*1b, 3b; .*: llama3:debug, .*llama3:8b",
+        ),
         (["tests.tiny", "--rows", "casuality"], "there is no row 'casuality'; did you mean causality"),
     ],
 )
 def test_a_command_that_names_nothing_to_check_is_a_user_error(monkeypatch, words, fault):
     with pytest.raises(UserError, match=fault):
         command(monkeypatch, *words)
+
+
+def test_a_flavor_is_found_as_model_flavor_finds_it_and_a_small_one_is_trained_at_other_widths(monkeypatch, capsys):
+    """The 8b flavor trained at twice its width, 28 billion parameters, until the kernel ended it."""
+
+    def measured(family):
+        assert family.config == dataclasses.replace(llama3.FLAVORS["debug"], mup_base_dim=64)
+        raise UserError("enough")
+
+    monkeypatch.setattr(check_model, "measure", measured)
+    with pytest.raises(UserError, match="enough"):
+        command(monkeypatch, "llama3:8B", "--coordinates", "--model.overrides.mup_base_dim", "64")
+    assert capsys.readouterr().out == "llama3 debug with mup_base_dim = 64 trained at four widths\n"
 
 
 def test_the_named_flavor_or_debug_or_the_smallest_is_trained():

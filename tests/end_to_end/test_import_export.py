@@ -1,6 +1,7 @@
 """import-hf and export-torch as a user runs them, and runs that start and end in Hugging Face's format."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -104,3 +105,7 @@ def test_a_run_is_exported_into_one_file_that_pytorch_reads(tmp_path):
     assert all(torch.equal(weights[name], stored.read(f"model.{name}").bfloat16()) for name in weights)
     ended = titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", folder=tmp_path, code=2)
     assert "one.pt: already exists" in ended.err
+    unfinished = tmp_path / ".two.pt.unfinished"
+    unfinished.symlink_to("/dev/full")  # torch.save reports "enforce fail at inline_container.cc" there
+    ended = titanlite("export-torch", "--checkpoint", checkpoint, "--output", "two.pt", *OWN, folder=tmp_path, code=2)
+    assert re.fullmatch(r"two\.pt: cannot be written: .*No space left on device\n", ended.err) and not unfinished.is_symlink()

@@ -11,7 +11,7 @@ from tests import tiny
 from tests.forks.right import own_router
 from titanlite.registry.family import Family, load_module
 from titanlite.transforms.initialize import initialize
-from titanlite.verify import behavior
+from titanlite.verify import behavior, small_runs
 from titanlite.verify.small_runs import guarded
 from titanlite.verify.table import BEHAVIOR, Check, Table
 
@@ -112,7 +112,7 @@ def _all(scores: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.
 def routed(monkeypatch: pytest.MonkeyPatch, route, seed: int) -> Family:
     """The fork with its own router, with this code and these random weights."""
     monkeypatch.setattr(own_router.RoutedExperts, "route", lambda self, x: route(self.router(x)))
-    monkeypatch.setattr(behavior, "initialize", lambda model, family, _, device: initialize(model, family, seed, device))
+    monkeypatch.setattr(small_runs, "initialize", lambda model, family, _, device: initialize(model, family, seed, device))
     return Family(own_router, own_router.FLAVORS["plain"])
 
 

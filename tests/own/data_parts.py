@@ -89,6 +89,8 @@ class Wrong:
             "falling ends": lambda: ([1] * length, None, [5, 3]),
             "broken ends": lambda: ([1] * length, None, [2.5]),
             "not pure": lambda: self.random.integers(100, size=length),
+            "short": lambda: [1] * (length - 2),  # the last input is padding
+            "inputs": lambda: [1] * (length - 1),  # no input is padding
             "no labels": lambda: ([1] * length, [False] * length),
         }[self.way]()
 

@@ -144,6 +144,19 @@ PAIRS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 }
 
 
+BOTH_WAYS = {"name": "tests.forks.right.bidirectional", "flavor": "plain"}  # each token would attend to the padding
+
+
+@pytest.mark.parametrize("section", ["training", "validation"])
+@pytest.mark.parametrize(("way", "mask", "refused"), [("short", False, 1), ("inputs", False, 0), ("short", True, 0)])
+def test_a_model_that_is_not_causal_takes_no_padding_without_a_document_mask(section, way, mask, refused):
+    sections: dict[str, dict[str, Any]] = {"training": {"dataset": SUMS}, "validation": {"dataset": SUMS, "enable": True}}
+    sections[section] |= {"dataset": WRONG, "dataset_options": {"way": way}}
+    sections["training"]["document_mask"] = mask
+    found = faults(config_of(ONE, model=BOTH_WAYS, **sections), 512)
+    assert [fault.startswith(f"{section}.dataset") and "document_mask = true" in fault for fault in found] == [True] * refused
+
+
 @pytest.mark.parametrize("case", PAIRS)
 def test_incompatible_keys_are_refused(case):
     sections, words = PAIRS[case]

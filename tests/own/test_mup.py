@@ -13,11 +13,13 @@ from tests.distributed.as_one import as_one_process
 from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
+from titanlite.loop.loss import sequence_of
 from titanlite.optim.build import build_optimizer, model_faults
 from titanlite.registry.family import Family, load_family
 from titanlite.transforms.initialize import initialize, match_initial
 from titanlite.transforms.meta import on_meta
-from titanlite.verify.coordinates import STEPS, growing, measure
+from titanlite.verify import coordinates
+from titanlite.verify.coordinates import ROWS, STEPS, TOKENS, VOCABULARY, growing, measure
 from titanlite.verify.facts import name_faults
 
 SIZES: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
@@ -152,6 +154,21 @@ def test_activations_keep_their_size_with_mup_and_grow_without():
     standard = measure(load_family("llama3", "debug", overrides={"n_layers": 2}))
     assert [fault[:9] for fault in growing(standard)][:2] == ["layers.0:", "layers.1:"]
     assert standard.exponent("layers.1", STEPS) > 0.5
+
+
+def test_a_step_has_the_last_output_of_a_block_that_runs_several_times(monkeypatch):
+    monkeypatch.setattr(coordinates, "SEEDS", 1)
+    monkeypatch.setattr(coordinates, "FACTORS", (1.0,))
+    family = load_family("tests.forks.right.looped", "plain")
+    model = family.on_meta()
+    initialize(model, family, 0, torch.device("cpu"))
+    tokens = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(0))[:, :-1]
+    after = model(tokens, sequence_of(tokens, None)).abs().mean().item()  # the result of the last block
+    sizes = measure(family).sizes
+    assert {name: len(of_steps) for name, of_steps in sizes.items()} == dict.fromkeys(
+        ["layers.0", "layers.1", "logits"], STEPS + 1
+    )
+    assert sizes["layers.1"][0] == [pytest.approx(after, rel=1e-5)]
 
 
 @pytest.mark.slow

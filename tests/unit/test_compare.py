@@ -79,7 +79,16 @@ def test_another_mesh_keeps_the_size_of_a_node_where_experts_are_on_several(rank
     assert on_mesh(config, {"dp_shard": ranks, "ep": ranks}, 24).parallelism.expert_parallel_node_size == node
 
 
-@pytest.mark.parametrize(("stages", "local"), [(1, 2), (2, 2), (3, 2), (4, 1), (6, 1)])
-def test_a_pipeline_keeps_the_local_batch_unless_it_needs_more_microbatches(stages, local):
-    config = Config.model_validate({"training": {"local_batch_size": 2}})  # three microbatches
-    assert on_mesh(config, {"pp": stages}, 6).training.local_batch_size == local
+@pytest.mark.parametrize(
+    ("schedule", "stages", "before", "batch", "local"),
+    [
+        *(("1F1B", stages, 2, 6, local) for stages, local in [(1, 2), (2, 2), (3, 2), (4, 1), (6, 1)]),
+        ("1F1B", 2, 6, 9, 3),  # 9 sequences in equal microbatches
+        ("LoopedBFS", 2, 8, 8, 8),  # it takes one microbatch, which replay cut in two
+        ("Interleaved1F1B", 2, 2, 10, 1),  # it does not take 5
+    ],
+)
+def test_a_pipeline_keeps_the_local_batch_unless_its_schedule_needs_more_microbatches(schedule, stages, before, batch, local):
+    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    config = Config.model_validate({"training": {"local_batch_size": before}, "parallelism": parallelism})
+    assert on_mesh(config, {"pp": stages}, batch).training.local_batch_size == local

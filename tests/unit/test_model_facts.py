@@ -1,13 +1,24 @@
 """What check-model finds in a model on the meta device, and in its map to Hugging Face's format."""
 
+import functools
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from models import llama3
+from models.blocks import Constant
 from tests import tiny
+from titanlite.config.read import Faults
+from titanlite.config.schema import Config
+from titanlite.loop import checks
+from titanlite.loop.checks import check
 from titanlite.registry.family import Family
 from titanlite.verify import facts
+from titanlite.verify.small_runs import guarded, takes_documents
 
 # ------------------------------------------------------------------------------------------------------------ Hugging Face
 
@@ -45,3 +56,39 @@ def test_tensors_that_are_neither_parameter_nor_buffer_and_parameters_elsewhere_
         "head.norm.weight is torch.float64 on cpu, and must be float32 on meta",
         "layers.*.table is a tensor but no parameter, and is lost on meta: compute it in forward",
     ]
+
+
+def test_what_a_checkpoint_keeps_of_the_dimensions_is_the_same_in_every_process(monkeypatch):
+    """The address of a function, or the order of a set of texts, refused every resume and every second node."""
+
+    def with_fields(**fields: object) -> Family:
+        kind = make_dataclass("Own", fields, bases=(llama3.Config,), kw_only=True, frozen=True)
+        return Family(changed().module, kind(**vars(tiny.FLAVORS["plain"]), **fields))
+
+    kept = with_fields(act=F.silu, approximate=F.gelu, kinds=frozenset("fedcba"), norm=nn.LayerNorm, by={"x": {3, 1}})
+    names = {"act": "torch.nn.functional.silu", "approximate": "torch._C._nn.gelu", "kinds": [*"abcdef"], "by": {"x": [1, 3]}}
+    assert kept.dimensions().items() >= (names | {"norm": "<class 'torch.nn.modules.normalization.LayerNorm'>"}).items()
+
+    changing = with_fields(act=functools.partial(F.silu, inplace=True), table={"x": [lambda x: x]}, gate=object())
+    (fault,) = guarded(facts.construction_faults, changing)
+    assert [f"Config.{name}" in fault for name in ("act", "gate", "table")] == [True, True, False]
+    monkeypatch.setattr(checks, "family_of", lambda keys: changing)
+    with pytest.raises(Faults, match=r"Config\.act"):
+        check(Config(), "run.toml", 1)
+
+
+def test_a_model_that_indexes_by_a_buffer_has_its_values_when_packed_rows_are_tried():
+    class Model(llama3.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("phase", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x, seq):
+            return super().forward(x, seq) * torch.ones(2)[self.phase]
+
+    indexing = changed(Model=Model, initial=lambda config: {"phase": Constant(1.0), **tiny.initial(config)})
+    torch.use_deterministic_algorithms(True)  # fills memory without values with the largest integer
+    try:
+        assert takes_documents(indexing)
+    finally:
+        torch.use_deterministic_algorithms(False)

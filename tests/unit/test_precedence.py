@@ -14,6 +14,7 @@ from titanlite.config.tables import MAY_CHANGE
 from titanlite.ground.errors import UserError
 from titanlite.loop import checks, resume
 from titanlite.optim import build as optimizers
+from titanlite.optim import lr_schedule
 from titanlite.tools import verify
 from titanlite.tools.replay import check_setting, replay_config
 
@@ -127,6 +128,26 @@ def test_what_a_run_accepts_verify_accepts_in_float32_and_without_checkpoints(tm
     _, _, config = verify._parse(["run.toml", "--mesh", "1", "--mesh", "dp_shard=2"])
     for of_a_run in (read_config("run.toml", []), config):
         assert [*resume.faults(of_a_run), *optimizers.faults(of_a_run)] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "steps", "schedule"),
+    [("3", [], 3, 3), ("3", ["--steps", "9"], 9, 9), ("40", [], 5, 40), ("40", ["--steps", "9"], 9, 40)],
+)
+def test_verify_takes_a_run_with_fewer_steps_than_its_own(tmp_path, monkeypatch, given, options, steps, schedule):
+    """It refused training.steps = 5, which nobody had set, since the schedule of the run ended before."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(toml({"training.steps": given, "lr_scheduler.warmup_steps": "1"}))
+    _, _, config = verify._parse(["run.toml", *options])
+    assert (config.training.steps, config.schedule_steps, [*lr_schedule.faults(config)]) == (steps, schedule, [])
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2,dp_shard=4", "dp_shard", "shard=2", "tp=0"])
+def test_verify_refuses_a_mesh_that_it_would_read_otherwise_than_meant(tmp_path, monkeypatch, mesh):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(toml({}))
+    with pytest.raises(UserError, match=f'--mesh "{mesh}"'):
+        verify._parse(["run.toml", "--mesh", "1", f"--mesh={mesh}"])
 
 
 def test_verify_leaves_out_float8_which_float32_excludes():

@@ -76,6 +76,17 @@ class _Checked(io.BufferedWriter):
         return super().fileno()
 
 
+@contextmanager
+def checked_file(path: str | os.PathLike) -> Iterator[_Checked]:
+    """A new file, which is removed if it stays incomplete. Raises the first error of the disk."""
+    with _Checked(path) as file:
+        try:
+            yield file
+        except Exception as error:  # torch.save may replace the error of the disk: "unexpected pos 704 vs 598"
+            os.unlink(path)  # a full disk needs the room
+            raise file.failure or error from None
+
+
 class _CheckedFiles(FileSystem):
     """DCP's file system; `written` has size and checksum of every file by name."""
 
@@ -85,11 +96,8 @@ class _CheckedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb"
-        with _Checked(path) as file:
-            try:
-                yield file
-            except Exception as error:  # torch.save may replace the error of the disk: "unexpected pos 704 vs 598"
-                raise file.failure or error from None
+        with checked_file(path) as file:
+            yield file
         name = Path(path).name.removesuffix(".tmp")  # DCP renames .metadata.tmp at the end
         self.written[name] = FileDigest(file.size, file.digest.hexdigest())
 

@@ -24,6 +24,8 @@ from titanlite.data.sources import name_of, sections_of, sources_of
 from titanlite.data.tokenizer import digest
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import bounded
+from titanlite.registry.family import family_of
+from titanlite.registry.limits import reads_padding
 from titanlite.registry.own import calling, fault_of, function_of, is_part, place, with_options
 
 ENDLESS = MAX_POSITION  # samples of a map without __len__, and of a stream
@@ -40,6 +42,7 @@ class OwnSource:
     cfg: Source
     seq_len: int
     vocabulary: int  # of the model
+    full: str = ""  # why a row must be full
     samples: int = ENDLESS
     fingerprint: str = ""  # equal ones mean the same name, options and number of samples; its code is compared by itself
     rows = ()  # of token files, which it has not
@@ -113,9 +116,11 @@ class OwnSource:
             ids, loss, ends = (*parts, None, None)[: max(3, len(parts))]
             ids, loss = np.asarray(ids), loss if loss is None else np.asarray(loss)
             ends = [] if ends is None else [operator.index(end) for end in ends]
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 1 <= len(ids) <= self.seq_len + 1:
+        least, most = self.seq_len if self.full else 1, self.seq_len + 1
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not least <= len(ids) <= most:
             found = f"{type(answer).__name__} of shape {ids.shape} and dtype {ids.dtype}"
-            raise self.fault(f"{what} ids as {found}; must be 1 to seq_len + 1 = {self.seq_len + 1} integers")
+            why = f": {self.full}; return longer rows, or set training.document_mask = true" if self.full else ""
+            raise self.fault(f"{what} ids as {found}; must be {least} to seq_len + 1 = {most} integers{why}")
         if (wrong := (ids < 0) | (ids >= self.vocabulary)).any():
             at = int(wrong.argmax())
             raise self.fault(f"{what} the id {ids[at]} at token {at}, and the model's vocabulary is {self.vocabulary}")
@@ -186,7 +191,8 @@ def open_own(config: Config, section: str, number: int, vocabulary: int) -> OwnS
     sources = sources_of(config, section)
     cfg, several = sources[number], getattr(config, section).sources
     key = f"{section}.sources, entry {number + 1}: path" if several else f"{section}.dataset"
-    own = OwnSource(key, cfg, config.training.seq_len, vocabulary).opened()
+    full = reads_padding(config, family_of(config.model).limits)
+    own = OwnSource(key, cfg, config.training.seq_len, vocabulary, full).opened()
     if own.stream and (section == "validation" or len(sources) > 1):
         why = "validation reads the same samples each time" if section == "validation" else "a mixture counts samples"
         raise own.fault(f"is a stream, whose samples have no numbers, and {why}; give a map, or the stream alone")

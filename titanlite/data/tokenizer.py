@@ -204,4 +204,5 @@ def faults(config: Config, vocabulary: int) -> Iterator[str]:
     ids = load_tokenizer(folder, add_bos=config.training.add_bos).vocabulary if folder else DEFAULT_VOCABULARY
     if ids > vocabulary:
         source = f'"{folder}"' if folder else "the default tokenizer (model.hf_assets_path is empty)"
-        yield f"model.hf_assets_path: {source} has ids up to {ids - 1}, and {model} has a vocabulary of {vocabulary}"
+        remedy = f"take the tokenizer of the model, or set model.overrides.vocab_size = {ids}"
+        yield f"model.hf_assets_path: {source} has ids up to {ids - 1}, and {model} has a vocabulary of {vocabulary}; {remedy}"

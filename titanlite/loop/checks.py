@@ -39,6 +39,7 @@ _PATIENCE = 20.0  # seconds between two lines about code of the user's own that 
 
 def _family(subject: Subject) -> Iterable[str]:
     subject.family = family_of(subject.config.model)
+    subject.family.dimensions()  # checkpoints keep them
     return ()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import pkgutil
@@ -68,8 +69,13 @@ class Family(NamedTuple):
         return getattr(self.module, name)(self.config) if hasattr(self.module, name) else {}
 
     def dimensions(self) -> dict[str, Any]:
-        """The fields of `config`, after a round trip through JSON."""
-        return json.loads(json.dumps(dataclasses.asdict(self.config), default=repr))
+        """The fields of `config`, after a round trip through JSON. Raises UserError for a value that other processes cannot
+        compare: checkpoints keep these, and nodes agree on them."""
+        found = json.loads(json.dumps(dataclasses.asdict(self.config), default=_text))
+        if changing := [f"Config.{name} = {value!r}" for name, value in found.items() if " at 0x" in str(value)]:
+            remedy = "an address differs in each process; use a function or a class, or give the value's class a __repr__"
+            raise UserError(f"{type(self.config).__module__}: {', '.join(changing)}: {remedy}")
+        return found
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json of these dimensions, which `described` reads. Raises UserError where that has no words for them."""
@@ -83,6 +89,13 @@ class Family(NamedTuple):
         """A sentence for each dimension in `before` that has changed; a new dimension does not count."""
         now = self.dimensions()
         return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+
+
+def _text(value: Any) -> Any:
+    """A value that JSON does not have. The repr of a function has its address, and that of a set an order of this process."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=lambda each: json.dumps(each, default=_text))
+    return f"{value.__module__}.{value.__qualname__}" if inspect.isfunction(value) or inspect.isbuiltin(value) else repr(value)
 
 
 class BrokenModule(UserError):
@@ -100,15 +113,18 @@ def load_family(name: str, flavor: str, assets: str = "", overrides: dict[str, A
     return Family(module, overridden(config, overrides or {}, [*module.FLAVORS.values(), config], name))
 
 
+def flavor_of(module: ModuleType, given: str) -> str:
+    """The flavor that is meant, such as "8b" by "8B", as torchtitan writes it; `given` if there is none."""
+    return given if given in module.FLAVORS else next((each for each in module.FLAVORS if each.lower() == given.lower()), given)
+
+
 def _config_of(module: ModuleType, name: str, flavor: str, assets: str) -> Any:
     """The dimensions of a flavor."""
     if flavor == FROM_ASSETS:
         if not assets:
             raise UserError(f'model.flavor = "{FROM_ASSETS}": takes its dimensions from model.hf_assets_path, which is empty')
         return described(module, read_description(Path(assets)))
-    if flavor not in module.FLAVORS:  # torchtitan writes 8B
-        flavor = next((name for name in module.FLAVORS if name.lower() == flavor.lower()), flavor)
-    if flavor not in module.FLAVORS:
+    if (flavor := flavor_of(module, flavor)) not in module.FLAVORS:
         have = ", ".join(module.FLAVORS) or "(none)"
         raise UserError(f'model.flavor = {flavor!r}: {name} has the flavors {have}; "{FROM_ASSETS}": as model.hf_assets_path')
     return module.FLAVORS[flavor]
@@ -137,14 +153,14 @@ def vocabulary_of(keys: Model) -> int:
     return family_of(keys).config.vocab_size
 
 
-def trusted(config: Config, source: Path, named: str) -> Config:
+def trusted(config: Config, source: Path, named: str, option: str = "--model") -> Config:
     """The configuration in a file, if its model may be imported: no name from a file decides which code runs.
 
-    named: the module that the user's command names instead. Without it, the model must be a family of the folder models/.
-    Raises UserError.
+    named: the module that the user's command names instead, by `option`. Without it, the model must be a family of the folder
+    models/. Raises UserError.
     """
     if not named and config.model.name not in family_names():
-        remedy = f"no code that a file names is run; if you trust it, add --model {config.model.name}"
+        remedy = f"no code that a file names is run; if you trust it, add {option} {config.model.name}"
         raise UserError(f"{source}: its model is {config.model.name!r}, not a family of models/; {remedy}")
     return config.model_copy(update={"model": config.model.model_copy(update={"name": named or config.model.name})})
 

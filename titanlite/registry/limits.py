@@ -33,6 +33,13 @@ def refused_dimensions(limits: Limits, degrees: dict[str, int]) -> dict[str, str
     return {dimension: _says(limits, name) for dimension, (name, is_refused) in refused.items() if is_refused}
 
 
+def reads_padding(config: Config, limits: Limits) -> str:
+    """Why a row must be full; "" where no token attends to the padding after it."""
+    if limits.causal or config.training.document_mask:
+        return ""
+    return f"{config.model.name} {_says(limits, 'causal')}, so text would attend to the padding after it"
+
+
 def faults(config: Config, model: Decoder) -> Iterator[str]:
     """The keys of a configuration that need more than the family's LIMITS allow."""
     name, limits, training = config.model.name, model.limits, config.training
@@ -43,7 +50,6 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f"parallelism.{keys[dimension]} = {degrees[dimension]}: {name} {reason}; it must be at most {most}"
     if config.validation.sample_prompts and (reason := no_generation(limits)):
         yield f"validation.sample_prompts: {name} {reason}; set it to []"
-    if not limits.causal and training.document_policy != "pack" and not training.document_mask:
-        why = f"{name} {_says(limits, 'causal')}, so text would attend to the padding after it"
+    if training.document_policy != "pack" and (why := reads_padding(config, limits)):
         remedy = 'use "pack", or "best_fit" with document_mask = true'
         yield f'training.document_policy = "{training.document_policy}": {why}; {remedy}'

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from titanlite.config.read import read_config
 from titanlite.config.schema import Model
 from titanlite.ground.errors import UserError
-from titanlite.registry.family import BrokenModule, Family, load_module
+from titanlite.registry.family import BrokenModule, Family, flavor_of, load_module
 from titanlite.tools.options import command_parser, new_file, nonempty
 from titanlite.verify.coordinates import growing, measure, picture, table
 from titanlite.verify.table import ROWS, choose_small, family_of_flavor, rows_of
@@ -54,9 +55,25 @@ def _selected(names: str | None) -> list[str]:
 def _overrides(options: list[str]) -> dict[str, Any]:
     """The dimensions of --model.overrides.NAME VALUE. Raises UserError for any other option."""
     key = "--model.overrides"
-    if other := [word for word in options if word.startswith("-") and not word.startswith((f"{key}.", f"{key}="))]:
-        raise UserError(f"{', '.join(other)}: check-model has no other options than --rows and {key}.NAME VALUE")
+    if other := [word for word in options if word.startswith("--") and not word.startswith((f"{key}.", f"{key}="))]:
+        raise UserError(f"{', '.join(other)}: check-model takes --rows, --coordinates, --output and {key}.NAME VALUE")
     return read_config(None, options).model.overrides
+
+
+def _check_overrides(name: str, module: ModuleType, flavors: list[str], overrides: dict[str, Any]) -> None:
+    """Raises UserError for wrong overrides, before the first line of the table."""
+    refused = {}
+    for flavor in flavors:
+        try:
+            family_of_flavor(name, module, flavor, overrides)
+        except UserError as error:
+            refused[flavor] = error
+    if refused:
+        others = [f"{name}:{flavor}" for flavor in flavors if flavor not in refused]
+        of_flavors = (
+            f"\nrefused by the flavors {', '.join(refused)}; name one that takes them: {', '.join(others)}" if others else ""
+        )
+        raise UserError(f"{next(iter(refused.values()))}{of_flavors}")
 
 
 def _check_coordinates(family: Family, output: Path | None) -> int:
@@ -88,14 +105,16 @@ def main() -> None:
     name, _, flavor = model.partition(":")
     try:
         module = load_module(name)
+        flavor = flavor_of(module, flavor)
         if not module.FLAVORS or (flavor and flavor not in module.FLAVORS):
             raise UserError(f"{model}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
         flavors = [flavor] if flavor else list(module.FLAVORS)
         if known.coordinates:  # of one flavor, without the others, which may refuse these overrides
-            chosen = flavor or choose_small(name, module, flavors) or flavors[0]
-            sys.exit(_check_coordinates(family_of_flavor(name, module, chosen, overrides), known.output))
-        for each in flavors:
-            family_of_flavor(name, module, each, overrides)  # refuses wrong overrides before the first line of the table
+            chosen = choose_small(name, module, flavors) or flavors[0]
+            family = family_of_flavor(name, module, chosen, overrides)
+            print(f"{Model(name=name, flavor=chosen, overrides=overrides).title} trained at four widths")
+            sys.exit(_check_coordinates(family, known.output))
+        _check_overrides(name, module, flavors, overrides)
         small = choose_small(name, module, flavors, overrides)
     except BrokenModule as error:
         print(f"{'imported':<20} FAILED    {error}")

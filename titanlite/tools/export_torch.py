@@ -9,6 +9,7 @@ DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints
 
 import torch
 
+from titanlite.checkpoint.storage import checked_file
 from titanlite.checkpoint.whole import Stored
 from titanlite.ground.files import publish, writing
 from titanlite.hf.export import Exported
@@ -29,6 +30,7 @@ def main() -> None:
         tensors = {name: exported.read_tensor(name) for name in exported.shapes}
         # load_state_dict needs a tied parameter under each of its names; the file stores it once
         tensors |= {name: tensors[first] for name, first in exported.tied.items()}
-        torch.save(tensors, unfinished)
+        with checked_file(unfinished) as file:
+            torch.save(tensors, file)
         publish(unfinished, options.output)
     print(f"{source} -> {options.output}: {len(tensors)} tensors, {options.output.stat().st_size / 2**30:.2f} GiB")

@@ -3,7 +3,8 @@
 Trains your own configuration for a few steps on each mesh, in float32 without float8 and without the model's dropout layers,
 which draw other numbers on every mesh, and compares every mesh with the first one: initial weights, global batches, losses,
 gradient norms, and the gradient of every parameter. The table names what differs. Scale a large model down with --model.flavor
-or other options: the command tests the mesh.
+or other options: the command tests the mesh. A flavor with fewer tokens than your tokenizer also needs
+--model.overrides.vocab_size N.
 
 The tolerance of a gradient is 1e-5 of its norm, or ten times what rounding alone changes on the first mesh, and at most 5e-3. A
 larger difference that rounding may explain is measured again in float64. Exit code 0: equal; 1: not equal; 2: a user error, or
@@ -178,7 +179,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     parser = command_parser("verify", __doc__)
     parser.add_argument("config", type=nonempty)
     parser.add_argument("--mesh", type=nonempty, action="append", help="1, or dp_shard=2,tp=2 (default: those of check-model)")
-    parser.add_argument("--steps", type=STEPS, default=5, help="(default: 5)")
+    parser.add_argument("--steps", type=STEPS, help="(default: 5, or training.steps if that is less)")
     known, options = parser.parse_known_args(words)
     config = read_config(known.config, options)
     if idle := [*effects.faults(config.idle(Hardware()))]:  # before the lines below change these keys
@@ -187,11 +188,12 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
         raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2")
     if known.mesh is not None and _degrees(known.mesh[0]).get("pp", 1) > 1:
         raise UserError(f'--mesh "{known.mesh[0]}": the first mesh, the reference, has no pipeline; begin with --mesh 1')
+    steps = known.steps or min(5, config.training.steps)
     float32 = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float32")
     config = replaced(
         config,
-        training={"steps": known.steps, "on_nonfinite": "stop", **float32},  # so that rounding is the only difference
-        lr_scheduler={"total_steps": config.schedule_steps},  # the schedule of the full run
+        training={"steps": steps, "on_nonfinite": "stop", **float32},  # so that rounding is the only difference
+        lr_scheduler={"total_steps": max(steps, config.schedule_steps)},  # the schedule of the full run, if it has the steps
         # These keys apply to one precision.
         optimizer={"rounding": Optimizer().rounding},
         model={"attention": Model().attention},
@@ -208,7 +210,7 @@ def _degrees(text: str) -> dict[str, int]:
     degrees = {}
     for part in text.split(","):
         name, _, degree = part.partition("=")
-        if name not in DEGREES or not degree.isdecimal() or int(degree) < 1:
-            raise UserError(f'--mesh "{text}": must be 1, or degrees of {", ".join(DEGREES)}, such as dp_shard=2,tp=2')
+        if name not in DEGREES or name in degrees or not degree.isdecimal() or int(degree) < 1:
+            raise UserError(f'--mesh "{text}": must be 1, or degrees of {", ".join(DEGREES)}, each once, as in dp_shard=2,tp=2')
         degrees[name] = int(degree)
     return degrees

@@ -22,12 +22,11 @@ from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.loss import sequence_of, summed_loss
 from titanlite.registry.family import Family
 from titanlite.transforms.cast import cast_where_used
-from titanlite.transforms.initialize import initialize
 from titanlite.transforms.parameters import every_layer
 from titanlite.verify.compare import relative_difference
 from titanlite.verify.decisions import Decisions
 from titanlite.verify.facts import SEQ_LEN
-from titanlite.verify.small_runs import NotRun, make_sensitive, watch_for_nonfinite
+from titanlite.verify.small_runs import NotRun, small_model, watch_for_nonfinite
 
 # The largest difference of one token's result, relative to its norm. The families of models/ have 0 in the rows causal and
 # documents, and at most 2e-6 in generation, where other kernels run.
@@ -42,14 +41,6 @@ BFLOAT16_NOISE, BFLOAT16_FLOOR = 4.0, 0.02
 # digits: in any case, and where rounding explains it. Beyond that, rounding decides instead of the router.
 SCORES_FLOOR, SCORES_MOST = 0.25, 0.5
 PROMPTS, NEW = (1, 9, 20), 6  # lengths of the prompts of a batch, and how many tokens follow each
-
-
-def small_model(family: Family) -> Decoder:
-    """The model on the CPU in float32, as the training rows have it."""
-    model = family.on_meta()
-    initialize(model, family, 0, torch.device("cpu"))
-    make_sensitive(model, family, 0)
-    return model
 
 
 def random_tokens(family: Family, *shape: int) -> Tensor:

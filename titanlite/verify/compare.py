@@ -109,16 +109,18 @@ def replaced(config: Config, **sections: dict[str, Any] | Section) -> Config:
 def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Config:
     """The configuration on another mesh, with this global batch. degrees: those that are not 1.
 
-    The local batch stays if the mesh can have it: another one rounds other sums.
+    The local batch stays if the mesh can have it, or is the largest part of it: another one rounds other sums.
     """
-    share, stages, local = global_batch // parts_of(degrees), degrees.get("pp", 1), config.training.local_batch_size
-    if share % local or share // local < stages:  # a pipeline needs as many microbatches as ranks
-        local = max(1, math.gcd(local, share // stages))
     parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
     if not expert.fit(degrees.get("ep", 1), config.parallelism.expert_parallel_node_size):
         parallelism["expert_parallel_node_size"] = 1
-    split = replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
-    return split.settled(Hardware(ranks=ranks_of(degrees)))  # what has no effect on one mesh may have one on another
+    most, ranks = math.gcd(config.training.local_batch_size, global_batch // parts_of(degrees)), ranks_of(degrees)
+    for local in (size for size in range(most, 0, -1) if most % size == 0):
+        training = {"global_batch_size": global_batch, "local_batch_size": local}
+        split = replaced(config, training=training, parallelism=parallelism)
+        if not any(pipeline.microbatch_faults(split, ranks)):
+            break
+    return split.settled(Hardware(ranks=ranks))  # what has no effect on one mesh may have one on another
 
 
 def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:

@@ -77,7 +77,8 @@ def _sizes_of(family: Family, seed: int) -> dict[str, list[float]]:
     def recording(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def record(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             output = output[0] if isinstance(output, tuple) else output
-            sizes.setdefault(name, []).append(output.detach().float().abs().mean().item())
+            size = output.detach().float().abs().mean().item()
+            sizes.setdefault(name, [math.nan] * (STEPS + 1))[step] = size  # the last, of a block that runs several times
 
         return record
 

@@ -41,6 +41,7 @@ def size_of(family: Family) -> int:
 
 
 def construction_faults(family: Family) -> list[str]:
+    family.dimensions()  # raises UserError for a value that no checkpoint can keep
     model = family.on_meta()
     lacking = [part for part in ("embed", "layers", "head") if not hasattr(model, part)]
     faults = [f"Model lacks {part}; models/llama3.py shows it" for part in lacking]

@@ -33,7 +33,7 @@ from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of
 from titanlite.registry.family import Family, family_of
 from titanlite.transforms.compile import RecompilationWatch
-from titanlite.transforms.initialize import fill, match_initial
+from titanlite.transforms.initialize import fill, initialize, match_initial
 from titanlite.transforms.parameters import every_layer
 from titanlite.transforms.shards import local_part
 from titanlite.verify.compare import (
@@ -315,9 +315,17 @@ def small_config(model: Model) -> Config:
     return replaced(config, training={"document_mask": takes_documents(family_of(config.model))})
 
 
+def small_model(family: Family) -> Decoder:
+    """The model on the CPU in float32, as the training rows have it."""
+    model = family.on_meta()
+    initialize(model, family, 0, torch.device("cpu"))
+    make_sensitive(model, family, 0)
+    return model
+
+
 def takes_documents(family: Family) -> bool:
     """Whether the model computes packed rows; a family that cannot raises NotImplementedError."""
-    model = family.on_meta().to_empty(device="cpu")
+    model = small_model(family)  # of memory without values, a buffer may be no index of a table
     tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
     try:
         with torch.no_grad():
