@@ -1,5 +1,6 @@
 """The pages are correct as far as tests can check: what they name exists, and forks can rely on docs/reference/interface.md."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -11,7 +12,7 @@ import pytest
 
 from docs.site import reference
 from models import llama3
-from models.decoder import Limits
+from models.decoder import Decoder, Limits
 from tests import words
 from tests.hostile.arguments import run_command
 from titanlite.__main__ import COMMANDS
@@ -180,6 +181,15 @@ def test_a_name_that_forks_import_has_the_parameters_of_the_page(module, name, p
     signature = inspect.signature(getattr(importlib.import_module(f"models.{module}"), name))
     plain = [str(parameter.replace(annotation=parameter.empty)) for parameter in signature.parameters.values()]
     assert ", ".join(plain) == parameters, "forks rely on it: deprecate the old form for a release, then change the page"
+
+
+def test_what_titanlite_sets_on_a_users_model_or_optimizer_is_an_attribute_of_decoder_or_has_its_prefix():
+    """`model.routers` and `optimizer.ema` were those of a fork and of an own optimizer too."""
+    allowed = {*vars(Decoder), *Decoder.__annotations__, "grad_scale", "found_inf"}  # as torch.amp.GradScaler sets the last two
+    nodes = (node for path in (ROOT / "titanlite").rglob("*.py") for node in ast.walk(ast.parse(path.read_bytes())))
+    set_here = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    found = {node.attr for node in set_here if ast.unparse(node.value) in ("model", "optimizer", "root")}
+    assert {name for name in found - allowed if not name.startswith("titanlite_")} == set() and len(found) > 10
 
 
 def test_the_words_of_the_tables_are_those_of_the_page():
