@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -146,19 +146,25 @@ def test_the_readme_shows_every_package():
     assert {name for name in folders if f"\n      {name}/ " not in README} == set()
 
 
-def test_the_hook_for_weights_and_biases_reports_every_step(tmp_path, monkeypatch):
+def test_the_hook_for_weights_and_biases_reports_every_step_to_one_run_of_all_starts(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "guides" / "tracking.md").read_text(encoding="utf-8")
     (tmp_path / "wandb_hook.py").write_text(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0])
-    logged = []
-    wandb = SimpleNamespace(init=lambda **options: None, log=lambda values, step: logged.append((step, values)))
+    wandb = mock.MagicMock(run=None)
+    wandb.init.side_effect = lambda **_: setattr(wandb, "run", "begun")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delitem(sys.modules, "wandb_hook", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("RANK", raising=False)
-    hooks = OwnCode(Config.model_validate({"hooks": {"modules": ["wandb_hook"]}}))
-    hooks.call("after_building", None, Config())
-    hooks.call("at_report", 7, {"loss": 1.5})
-    assert logged == [(7, {"loss": 1.5})]
+    config = Config.model_validate({"hooks": {"modules": ["wandb_hook"]}, "job": {"dump_folder": str(tmp_path)}})
+    for step in (7, 9):  # of two starts
+        monkeypatch.delitem(sys.modules, "wandb_hook", raising=False)
+        hooks, wandb.run = OwnCode(config), None
+        hooks.call("after_building", None, config)
+        assert wandb.run is None  # replay and verify get this far
+        for report in (step, step + 1):
+            hooks.call("at_report", report, {"loss": report / 2})
+    assert wandb.log.call_args_list == [mock.call({"loss": step / 2}, step=step) for step in (7, 8, 9, 10)]
+    first, second = wandb.init.call_args_list
+    assert first == second and first.kwargs["resume"] == "allow" and first.kwargs["id"]
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one_and_all_others(capsys):
