@@ -140,7 +140,8 @@ class Hooks(Protocol):
         ...
 
     def at_report(self, step: int, values: dict[str, Any]) -> "dict[str, float | tuple[float, float]] | None":
-        """At each report, with a copy of its values; may return more numbers, as a `Metric` does."""
+        """At each report, with a copy of its values, those of `metrics.extra` and of the modules before this one included; may
+        return more numbers, as a `Metric` does."""
         ...
 
     def at_save(self, step: int, folder: Path) -> None:

@@ -24,7 +24,7 @@ from titanlite.checkpoint.folder import check_shared, clean_up, export_folder, s
 from titanlite.checkpoint.save import Saver
 from titanlite.config import effects
 from titanlite.config.effects import Hardware
-from titanlite.config.read import read_words
+from titanlite.config.read import read_words, to_toml
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, steps_of
 from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
@@ -285,7 +285,9 @@ def main(config: Config | None = None) -> None:
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
-            check(config, path, world, open_files=False, more=[memory_plan.check_of(number("LOCAL_WORLD_SIZE", world))])
+            check(config, path, world, number("LOCAL_WORLD_SIZE", world), open_files=False, more=[memory_plan.CHECK])
+        if config.job.print_config and rank == 0:
+            print(to_toml(config), flush=True)
         cuda = torch.cuda.is_available()
         if note := effects.note(config.idle(Hardware(cuda, world))):
             log.info("%s", note)

@@ -201,6 +201,9 @@ def test_exclusion_is_applied_once_and_the_run_resumes_with_all_tensors(pools, w
             assert train(pools, SHARD, tmp_path / folder, steps, checkpoint=keys)[0].error == ""
     assert resumed(tmp_path / "parts") == [4, 6]
     assert_same(tmp_path / "parts", tmp_path / "once", 8)
+    again = branch(tmp_path / "once/checkpoint/step-00000008", exclude_from_loading=["optimizer.*"])
+    (line,) = (line for line in train(pools, SHARD, tmp_path / "again", 9, checkpoint=again)[0].log if "optimizer.*" in line)
+    assert "keep their initial values" in line  # in a branch of a run with the same pattern
     assert losses(tmp_path / "once")[1] != losses(whole)[5]  # the moments were left out at first
 
 

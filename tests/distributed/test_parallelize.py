@@ -239,6 +239,19 @@ def test_parameters_that_a_constructor_ties_stay_one_on_every_mesh(pools, degree
     assert {name for name in alone.weights if name.endswith(("output.weight", "w3.weight"))} == set()
 
 
+def test_attributes_of_a_fork_and_an_optimizer_remain_what_their_author_has_set(pools):
+    """FSDP deleted `model.shared`, and an EMA replaced `optimizer.ema`."""
+    name = "tests.forks.plain_names"
+
+    def configured(mesh):
+        return config_of(
+            *(mesh, "plain"), training={"steps": 2}, model={"name": name}, optimizer={"name": f"{name}:Named", "ema_decay": 0.9}
+        )
+
+    found, alone = as_one_process(pools, SHARD, configured)
+    assert found.weights.keys() == alone.weights.keys() and "shared.wq.weight" in alone.weights
+
+
 def test_tied_parameters_of_parts_that_no_unit_or_style_joins_are_refused():
     family = load_family("tests.tiny", "plain")
     model = family.on_meta()

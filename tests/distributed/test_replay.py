@@ -296,6 +296,8 @@ def test_a_damaged_checkpoint_is_not_used(pools, finished, tmp_path):
 def test_the_last_step_and_the_mesh_of_a_run_are_found(pools, tmp_path):
     with pytest.raises(WorkerFailure):
         run(pools, {}, tmp_path, "stop", BAD, log_freq=4)
+    file = tmp_path / "config.toml"  # with a value of 0.3 that is gone
+    file.write_text(re.sub("(# )?(fsdp_reshard_after_forward) = .*", r"\2 = 8", file.read_text()))
     config, global_batch = setting_of(tmp_path, 8, MODEL)
     assert global_batch == 8
     assert furthest(tmp_path, config, read_entries(tmp_path / INCIDENTS)) == 12

@@ -41,7 +41,8 @@ def test_the_rates_are_those_of_the_function_and_stay_after_the_end(power, least
         assert schedule.at(step) == pytest.approx(expected, rel=1e-12), step
 
 
-def test_steps_may_follow_a_decay_that_does_not_end_at_zero():
+def test_steps_may_follow_a_decay_that_does_not_end_at_zero_and_a_run_may_end_with_its_warm_up():
+    assert list(faults(configured(steps=10))) == list(faults(configured(decay_ratio=0.0))) == []
     longer = configured(steps=150, total_steps=100)
     assert list(faults(longer)) == []
     (fault,) = faults(configured("linear", steps=150, total_steps=100))

@@ -119,7 +119,7 @@ def test_a_group_of_weights_that_lora_freezes_is_refused_and_one_of_adapters_is_
     config = configured([{"pattern": "*.lora_b", "lr": 16.0}, {"pattern": "*.lora_a", "frozen": True}], **keys)
     model = on_meta(FAMILY, config)
     assert {name.rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad} == {"lora_b"}
-    assert {group["lr_factor"] for group in build_optimizer(model, config.optimizer).param_groups} == {16.0}
+    assert {group["titanlite_lr_factor"] for group in build_optimizer(model, config.optimizer).param_groups} == {16.0}
 
 
 def test_a_stage_without_a_trained_block_and_muon_without_a_matrix_are_refused():

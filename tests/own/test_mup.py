@@ -39,7 +39,7 @@ def factors_of(config: Config) -> dict[str, float]:
     model.to_empty(device="cpu")
     names = {id(p): name for name, p in model.named_parameters()}
     groups = build_optimizer(model, config.optimizer).param_groups
-    return {names[id(p)]: group["lr_factor"] for group in groups for p in group["params"]}
+    return {names[id(p)]: group["titanlite_lr_factor"] for group in groups for p in group["params"]}
 
 
 # ------------------------------------------------------------------------------------------------------- factors

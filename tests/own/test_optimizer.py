@@ -15,6 +15,7 @@ from titanlite.optim.state import checkpoint_bytes
 from titanlite.plan.predict import predict
 from titanlite.registry.check import found_by
 from titanlite.registry.family import family_of
+from titanlite.tools.check import check_here
 from titanlite.tools.verify import own_parts
 from titanlite.transforms.meta import on_meta
 
@@ -67,6 +68,16 @@ def test_a_wrong_optimizer_is_one_message_with_its_class_and_line(case, own_modu
     assert said.replace("MODULE", str(file)) in fault
     named = fault.startswith('optimizer.name = "own_code:Mine"') and f"({file}, line " in fault
     assert named or fault.startswith("optimizer.options")
+
+
+@pytest.mark.parametrize(("name", "said"), [("Mine", "is 3; checkpoints hold tensors"), ("Other", "has no Other")])
+def test_a_start_names_a_wrong_optimizer_once(name, said, own_module, tmp_path):
+    """What disk and memory must hold follows from its state, which ended each start with an AttributeError."""
+    own_module(state("3"))
+    keys = {"optimizer.name": f"own_code:{name}", "checkpoint.enable": True, "job.dump_folder": str(tmp_path)}
+    with pytest.raises(UserError) as raised:
+        check_here(Config().with_keys(keys), "run.toml", 1, 1)
+    assert "run.toml: 1 fault" in str(raised.value) and said in str(raised.value)
 
 
 def test_state_that_appears_after_the_first_step_is_refused_since_a_resume_could_not_read_it(own_module):

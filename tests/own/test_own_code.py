@@ -216,20 +216,37 @@ def test_wrong_hooks_and_metrics_are_refused_before_the_start(case, own_module):
 RESULTS = {
     "raises": ("return 1 / 0", r"fails \(.*own_code.py, line 2\): ZeroDivisionError"),
     "a triple": ("return {'loss': (1, 2, 3)}", r"returns .*; must be .*line 1\)"),
-    "a name of another one": ("return {'calls': 1.0}", 'returns "calls", as another function does'),
 }
+
+
+def values_of(metrics: dict[str, Any], hooks: list[str]) -> dict[str, float | None]:
+    """What metrics and hooks add to a report."""
+    config = with_own_code(metrics, hooks)
+    model = build_model(family_of(config.model), config, mesh_of(ONE), CPU)
+    part = first_microbatch(config, mesh_of(ONE))
+    batch = Batch(*(None if each is None else each[None] for each in part))
+    return OwnCode(config).values(1, {"loss": 1.0}, model, batch)
 
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_wrong_result_is_one_message_with_file_and_line(name, own_module, group_of_one):
     text, words = RESULTS[name]
-    config = with_own_code({"extra": ["own_code:f"]}, ["tests.own.watching"])
     own_module(f"def f(model, microbatches):\n    {text}\n")
-    model = build_model(family_of(config.model), config, mesh_of(ONE), CPU)
-    part = first_microbatch(config, mesh_of(ONE))
-    batch = Batch(*(None if each is None else each[None] for each in part))
     with pytest.raises(UserError, match=f'^metrics.extra = "own_code:f": {words}'):
-        OwnCode(config).values(1, {"loss": 1.0}, model, batch)
+        values_of({"extra": ["own_code:f"]}, ["tests.own.watching"])
+
+
+def test_a_hook_gets_the_numbers_that_were_added_before_it(own_module, group_of_one):
+    """A hook that sends reports to Weights & Biases sent them without those of metrics.extra."""
+    own_module(
+        "def f(model, microbatches):\n    return {'a': 1.0}\n\n\ndef at_report(step, values):\n    return {'a': len(values)}\n"
+    )
+    hooks = ["tests.own.watching", "own_code"]
+    with pytest.raises(UserError, match=r'^hooks\.modules = "own_code": at_report: returns "a", as another function does'):
+        values_of({"extra": ["own_code:f"]}, hooks)
+    own_module("def at_report(step, values):\n    return {'b': len(values), 'c': values['extra/mean_square/embed.weight']}\n")
+    values = values_of({"extra": ["tests.own.parts:mean_square"]}, hooks)
+    assert values["extra/b"] == len(values) - 1 and values["extra/c"] == values["extra/mean_square/embed.weight"] > 0
 
 
 def test_a_hook_that_raises_ends_the_run_with_its_line(own_module):

@@ -32,7 +32,7 @@ def start_counting(layer: MoE, speed: float = 0.0) -> Router:
     router = layer.router
     router.counts = torch.zeros(EXPERTS, dtype=torch.int64)
     router.bias_update_speed = speed
-    layer.routers = [router]
+    layer.titanlite_routers = [router]
     return router
 
 

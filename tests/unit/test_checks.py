@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ from tokenizers import Tokenizer, models
 from torch import nn
 
 from tests import tiny
+from titanlite import train
 from titanlite.config.effects import FILE, OPTION, ConfigLayer
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
+from titanlite.launch import process
 from titanlite.loop.checks import CHECKS, check
 from titanlite.parallel import expert
 from titanlite.transforms import activation_checkpoint, compile
@@ -260,6 +263,18 @@ def test_a_disk_without_room_for_checkpoints_is_refused_if_any_are_written(monke
     assert 'checkpoint.folder = "checkpoint": ' in fault and "has 0.00 GiB free, and 2 checkpoints of this run need" in fault
     assert faults({DUMP: "empty/run"}, local_ranks=1) == []
     assert faults({SAVE: True, DUMP: "empty/run"}) == []  # checked on a machine that will not train
+
+
+def test_a_rank_of_any_scheduler_checks_the_disk(monkeypatch, caplog, place):
+    """torchrun starts ranks without `titanlite launch`, which alone had checked it."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 0))
+    (place / "run.toml").write_text(f'{DATASET} = "file.txt"\n{SAVE} = true\n')
+    monkeypatch.setattr("sys.argv", ["titanlite train", "run.toml"])
+    monkeypatch.setattr(process, "set_up_logging", lambda: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert "run.toml: 1 fault" in caplog.text and "2 checkpoints of this run need" in caplog.text
 
 
 def test_a_folder_without_permission_is_refused(monkeypatch, place):

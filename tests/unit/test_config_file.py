@@ -145,6 +145,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_removed_keys_and_val
     stored["compile"] |= {"unit": "block", "enable": True}
     stored["model"]["attention"] = "flash3"
     stored["parallelism"] |= {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
+    stored["parallelism"]["fsdp_reshard_after_forward"] = 8
     kept = {"compile": {"enable": True}, "parallelism": {"pipeline_parallel_degree": 2}}
     assert stored_config(stored, Path("step-00000010")) == Config.model_validate(kept)
     with pytest.raises(UserError, match=r"compile\.never_a_key"):

@@ -1,17 +1,18 @@
 """The pages are correct as far as tests can check: what they name exists, and forks can rely on docs/reference/interface.md."""
 
+import ast
 import importlib
 import inspect
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from docs.site import reference
 from models import llama3
-from models.decoder import Limits
+from models.decoder import Decoder, Limits
 from tests import words
 from tests.hostile.arguments import run_command
 from titanlite.__main__ import COMMANDS
@@ -145,19 +146,25 @@ def test_the_readme_shows_every_package():
     assert {name for name in folders if f"\n      {name}/ " not in README} == set()
 
 
-def test_the_hook_for_weights_and_biases_reports_every_step(tmp_path, monkeypatch):
+def test_the_hook_for_weights_and_biases_reports_every_step_to_one_run_of_all_starts(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "guides" / "tracking.md").read_text(encoding="utf-8")
     (tmp_path / "wandb_hook.py").write_text(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0])
-    logged = []
-    wandb = SimpleNamespace(init=lambda **options: None, log=lambda values, step: logged.append((step, values)))
+    wandb = mock.MagicMock(run=None)
+    wandb.init.side_effect = lambda **_: setattr(wandb, "run", "begun")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delitem(sys.modules, "wandb_hook", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("RANK", raising=False)
-    hooks = OwnCode(Config.model_validate({"hooks": {"modules": ["wandb_hook"]}}))
-    hooks.call("after_building", None, Config())
-    hooks.call("at_report", 7, {"loss": 1.5})
-    assert logged == [(7, {"loss": 1.5})]
+    config = Config.model_validate({"hooks": {"modules": ["wandb_hook"]}, "job": {"dump_folder": str(tmp_path)}})
+    for step in (7, 9):  # of two starts
+        monkeypatch.delitem(sys.modules, "wandb_hook", raising=False)
+        hooks, wandb.run = OwnCode(config), None
+        hooks.call("after_building", None, config)
+        assert wandb.run is None  # replay and verify get this far
+        for report in (step, step + 1):
+            hooks.call("at_report", report, {"loss": report / 2})
+    assert wandb.log.call_args_list == [mock.call({"loss": step / 2}, step=step) for step in (7, 8, 9, 10)]
+    first, second = wandb.init.call_args_list
+    assert first == second and first.kwargs["resume"] == "allow" and first.kwargs["id"]
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one_and_all_others(capsys):
@@ -180,6 +187,15 @@ def test_a_name_that_forks_import_has_the_parameters_of_the_page(module, name, p
     signature = inspect.signature(getattr(importlib.import_module(f"models.{module}"), name))
     plain = [str(parameter.replace(annotation=parameter.empty)) for parameter in signature.parameters.values()]
     assert ", ".join(plain) == parameters, "forks rely on it: deprecate the old form for a release, then change the page"
+
+
+def test_what_titanlite_sets_on_a_users_model_or_optimizer_is_an_attribute_of_decoder_or_has_its_prefix():
+    """`model.routers` and `optimizer.ema` were those of a fork and of an own optimizer too."""
+    allowed = {*vars(Decoder), *Decoder.__annotations__, "grad_scale", "found_inf"}  # as torch.amp.GradScaler sets the last two
+    nodes = (node for path in (ROOT / "titanlite").rglob("*.py") for node in ast.walk(ast.parse(path.read_bytes())))
+    set_here = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    found = {node.attr for node in set_here if ast.unparse(node.value) in ("model", "optimizer", "root")}
+    assert {name for name in found - allowed if not name.startswith("titanlite_")} == set() and len(found) > 10
 
 
 def test_the_words_of_the_tables_are_those_of_the_page():

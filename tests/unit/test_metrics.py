@@ -74,6 +74,14 @@ def test_a_torn_last_line_is_dropped(tmp_path, torn):
     assert _lines(tmp_path) == [{"step": step, "loss": float(step)} for step in (1, 2, 3)]
 
 
+def test_reports_that_another_start_makes_again_are_kept_beside_it(tmp_path):
+    """A start without checkpoints emptied the metrics of a finished run."""
+    for first, last in ((1, 4), (3, 4), (1, 1)):
+        _report(tmp_path, first, {step: {"loss": first + step / 10} for step in range(first, last + 1)})
+    aside = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl.aside").read_text().splitlines()]
+    assert (aside, _lines(tmp_path)) == ([1.3, 1.4, 1.1, 1.2, 3.3, 3.4], [{"step": 1, "loss": 1.1}])
+
+
 def _board(folder) -> dict[str, dict[int, float]]:
     events = EventAccumulator(str(folder))
     events.Reload()

@@ -108,7 +108,7 @@ def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
 def test_memory_is_not_measured_on_a_mesh_that_does_not_fit_the_ranks(gpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="does not divide the number of") as caught:
-        check(llama_8b(parallelism={"tensor_parallel_degree": 3}), "run.toml", 8, more=[memory.check_of(8)])
+        check(llama_8b(parallelism={"tensor_parallel_degree": 3}), "run.toml", 8, 8, more=[memory.CHECK])
     assert "memory:" not in str(caught.value)
 
 

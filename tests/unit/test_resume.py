@@ -283,17 +283,26 @@ def test_no_step_follows_a_schedule_that_ended_at_rate_zero_and_the_remedy_works
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "applied"),
-    [([], ["model.*"], ["model.*"]), (["a.*", "b.*"], ["b.*", "a.*"], []), (["a.*", "b.*"], ["c.*", "b.*"], ["c.*"])],
+    ("before", "now", "branch", "applied"),
+    [
+        ([], ["model.*"], False, ["model.*"]),
+        (["a.*", "b.*"], ["b.*", "a.*"], False, []),
+        (["a.*", "b.*"], ["c.*", "b.*"], False, ["c.*"]),
+        (["a.*", "b.*"], ["c.*", "b.*"], True, ["c.*", "b.*"]),
+    ],
 )
-def test_only_patterns_that_the_checkpoint_was_not_written_with_are_applied(monkeypatch, caplog, before, now, applied):
-    """A list in another order, or with another pattern, reset all tensors, which were trained meanwhile."""
+def test_only_patterns_with_which_the_run_has_not_written_the_checkpoint_are_applied(
+    monkeypatch, caplog, before, now, branch, applied
+):
+    """A list in another order, or with another pattern, reset all tensors, which were trained meanwhile; a branch of a run
+    with the same pattern trained on with all of them."""
     key, found = "checkpoint.exclude_from_loading", []
     monkeypatch.setattr(load, "load_tensors", lambda source, manifest, tensors, exclude, **_: found.extend(exclude))
     with caplog.at_level("INFO"):
-        load_run(SOURCE, stored({key: before}), setting(configuration({key: now})), {})
+        load_run(SOURCE, stored({key: before}), setting(configuration({key: now})), {}, branch=branch)
     assert found == applied
-    assert [message.split('"')[1] for message in caplog.messages if message.startswith(key)] == applied
+    said = {message.split('"')[1]: "keep their initial values" in message for message in caplog.messages if key in message}
+    assert said == {pattern: pattern in applied for pattern in now}
 
 
 def test_patterns_in_a_manifest_are_a_list_of_texts():

@@ -65,7 +65,7 @@ class Checkpoint(Section):
     """After the last step, also write the weights in Hugging Face's format, to step-00000100-hf beside the checkpoint."""
     exclude_from_loading: Annotated[list[str], _WITH_CHECKPOINTS] = []
     """Patterns of tensor names, such as "optimizer.*" or "model.head.*", that keep their initial values when a checkpoint is
-    loaded. A pattern applies once: not to checkpoints that were written with it, whatever else is in the list."""
+    loaded. A pattern applies once: not to checkpoints that this run has written with it, whatever else is in the list."""
     allow_changes: Annotated[list[str], _WITH_CHECKPOINTS] = []
     """Patterns of keys, such as "optimizer.lr" or "lr_scheduler.*", that may differ from the checkpoint's although they change
     the mathematics. "data" stands for the text, its tokenizer and the mixture, "model.source" for the code of the model,

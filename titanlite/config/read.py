@@ -97,22 +97,28 @@ def _if_of_torchtitan(path: str | Path | None, error: ValidationError, origins: 
     return f"if this is a file of torchtitan: titanlite convert-config {path} --output NEW.toml" if several else ""
 
 
-# Values that titanlite had once. None concerned the weights.
-_GONE = {"model.attention": "flash3", "parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble"}
+# Values that titanlite had once, as patterns of their texts. None concerned the weights.
+_GONE = {
+    "model.attention": "flash3",
+    "parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble",
+    "parallelism.fsdp_reshard_after_forward": "[0-9]+",
+}
 
 
-def stored_config(sections: dict[str, dict[str, Any]], source: Path) -> Config:
-    """The configuration that a checkpoint holds, without keys and values that titanlite had when it was saved and has no more,
-    and with keys that had no effect at their defaults.
+def stored_config(sections: dict[str, Any], source: Path) -> Config:
+    """The configuration that a checkpoint or a run's folder holds, without keys and values that titanlite had when it was
+    written and has no more, and with keys that had no effect at their defaults.
 
-    Raises UserError that names the checkpoint and the key. `registry.trusted` says whether its model may be imported.
+    Raises UserError that names the source and the key. `registry.trusted` says whether its model may be imported.
     """
     known = {
         section: {
             name: value
             for name, value in table.items()
-            if (key := f"{section}.{name}") not in INSTEAD and _GONE.get(key, ...) != value
+            if (key := f"{section}.{name}") not in INSTEAD and not (key in _GONE and re.fullmatch(_GONE[key], str(value)))
         }
+        if isinstance(table, dict)
+        else table
         for section, table in sections.items()
     }
     return validated(Config, known, f"{source}: config").settled(Hardware())

@@ -16,6 +16,7 @@ LOCK = ".lock"  # the process that trains; also in the folder of checkpoints; bo
 CONFIG = "config.toml"  # the resolved configuration of the latest start
 PROVENANCE = "provenance.json"  # an entry for each start: command, git commit and diff, versions, mesh, data
 METRICS = "metrics.jsonl"  # an object for each reported step
+ASIDE = "metrics.jsonl.aside"  # reports of steps from before which a later start, or a rollback, went on
 INCIDENTS = "incidents.jsonl"  # an object for each spike and each step that was not finite
 STACKS = "stacks"  # where ranks were when something went wrong
 COLLECTIVES = "comm_traces"  # NCCL's flight recorder

@@ -22,10 +22,10 @@ from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, phase
 from titanlite.ground.files import Kept, kept_text, writing
-from titanlite.ground.run_files import COLLECTIVES, CONFIG, INCIDENTS, LOCK, METRICS, PROVENANCE, STACKS, read_starts
+from titanlite.ground.run_files import ASIDE, COLLECTIVES, CONFIG, INCIDENTS, LOCK, METRICS, PROVENANCE, STACKS, read_starts
 from titanlite.ground.untrusted import Unread, read_bytes
 
-_NAMES = (LOCK, CONFIG, PROVENANCE, METRICS, INCIDENTS, STACKS, COLLECTIVES)
+_NAMES = (LOCK, CONFIG, PROVENANCE, METRICS, ASIDE, INCIDENTS, STACKS, COLLECTIVES)
 _OPTIONS = (  # keys that name folders there
     "checkpoint.folder",
     "metrics.save_tb_folder",

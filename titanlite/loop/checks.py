@@ -73,7 +73,8 @@ CHECKS = (
     Check("optimizer", lambda s: build.faults(s.config)),
     Check("mesh", lambda s: mesh.faults(s.config, s.ranks)),
     Check("microbatches", lambda s: pipeline.microbatch_faults(s.config, s.ranks), ("mesh",)),
-    Check("processes", lambda s: process.faults(s.local_ranks) if s.local_ranks is not None else ()),
+    # a rank compares its own number with the GPUs that it sees, in process.start
+    Check("processes", lambda s: process.faults(s.local_ranks) if s.local_ranks is not None and s.open_files else ()),
     Check("family", of_module(_family)),
     Check("model", of_module(_model), ("family",)),
     Check("initial", of_module(lambda s: match_initial(s.model, s.family)[1]), ("model",)),
@@ -95,7 +96,10 @@ CHECKS = (
     Check(
         "own data", lambda s: own.faults(s.config, s.family.config.vocab_size) if s.open_files else (), ("sources", "tokenizer")
     ),
-    Check("disk", lambda s: state.faults(s.config, s.model) if s.local_ranks is not None else (), ("run folder", "model")),
+    Check(
+        *("disk", lambda s: state.faults(s.config, s.model) if s.local_ranks is not None else ()),
+        ("run folder", "model", "parameters of the optimizer"),
+    ),
 )
 
 

@@ -19,7 +19,7 @@ from models.blocks import Flops
 from titanlite.config.schema import Config
 from titanlite.ground.errors import at
 from titanlite.ground.files import append, replace_file, sync, tolerated
-from titanlite.ground.run_files import METRICS, read_reports
+from titanlite.ground.run_files import ASIDE, METRICS, read_reports
 
 log = logging.getLogger(__name__)
 
@@ -102,19 +102,19 @@ class Reporter:
     """
 
     def __init__(self, config: Config, first_step: int, active: bool):
-        """Removes reports of `first_step` and later: an earlier start may have got further than its last checkpoint."""
+        """Moves reports of `first_step` and later to ASIDE: an earlier start may have got further than its last checkpoint."""
         self.board: Any = None
         self._config, self._active, self._path = config, active, Path(config.job.dump_folder) / METRICS
         self._waiting = b""  # lines that are not on the disk yet
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
-        """Makes `first_step` the next one that is reported; removes the reports of it and of later ones."""
+        """Makes `first_step` the next one that is reported; moves the reports of it and of later ones to ASIDE."""
         if self._active:
             self.close()
             self._waiting = b""
             with tolerated(self._path):
-                _drop_reports_from(self._path, first_step)
+                _set_aside_from(self._path, first_step)
             self._to_board(lambda board: None, purge_step=first_step)
 
     def report(self, step: int, values: dict[str, Any]) -> None:
@@ -181,13 +181,18 @@ class Reporter:
             self.board = before
 
 
-def _drop_reports_from(path: Path, first_step: int) -> None:
-    reports = read_reports(path)
-    kept = [report for report in reports if report["step"] < first_step]
-    if dropped := len(reports) - len(kept):
-        log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, dropped, first_step)
+def _set_aside_from(path: Path, first_step: int) -> None:
+    """A start that finds no checkpoint begins again in the folder of a run that may have taken weeks."""
+    reports = [(report["step"], json.dumps(report) + "\n") for report in read_reports(path)]
+    kept = [line for step, line in reports if step < first_step]
+    if later := [line for step, line in reports if step >= first_step]:
+        aside = path.with_name(ASIDE)
+        log.info("%s: %d reports of step %d and later are moved to %s", path, len(later), first_step, aside)
+        with os.fdopen(append(aside), "w") as file:
+            file.writelines(later)
+        sync(aside)
     if path.exists():
-        replace_file(path, "".join(json.dumps(report) + "\n" for report in kept))
+        replace_file(path, "".join(kept))
 
 
 def finite(value: float | None) -> float | None:

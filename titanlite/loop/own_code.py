@@ -92,31 +92,38 @@ class OwnCode:
             refuse_unfrozen(optimizer, model)
 
     def values(self, step: int, values: dict[str, Any], model: Decoder, batch: Batch) -> dict[str, float | None]:
-        """What metrics and `at_report` add to a report, as "extra/NAME"; all ranks together.
+        """What metrics and then `at_report` add to a report, as "extra/NAME"; all ranks together.
 
         Sums and numbers are added over the ranks that return a name: so a mean over tokens or over values is that of the whole
-        batch or model on every mesh.
+        batch or model on every mesh. Each hook gets what was added before it: it may send all of a report elsewhere.
         """
         from titanlite.parallel.fsdp import evaluating  # not at the top: a check needs no FSDP
 
-        reporting = [part for name, part in self._hooks if name == "at_report"]
-        found = [(part, part.numbers(step, dict(values))) for part in reporting]
+        added: dict[str, float | None] = {}
         if self._metrics:
             with evaluating(model):
                 microbatches = [to_microbatch(model, each) for each in batch.microbatches()]
-                found += [(part, part.numbers(model, microbatches)) for part in self._metrics]
-        elif not reporting:
-            return {}
-        mine: dict[str, Pair] = {}
-        for part, pairs in found:
-            if twice := sorted(mine.keys() & pairs):
-                raise UserError(f'{part.source}: returns "{twice[0]}", as another function does; rename one')
-            mine |= pairs
-        totals: dict[str, Pair] = {}
-        for name, (total, count) in [each for pairs in of_all_ranks(mine) for each in pairs.items()]:
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = before[0] + total, before[1] + count
-        return {f"extra/{name}": total / count if count else None for name, (total, count) in totals.items()}
+                found = [(part, part.numbers(model, microbatches)) for part in self._metrics]
+            added = _over_ranks(found, ())
+        for part in [part for name, part in self._hooks if name == "at_report"]:
+            added |= _over_ranks([(part, part.numbers(step, values | added))], added)
+        return added
+
+
+def _over_ranks(found: list[tuple[Part, dict[str, Pair]]], known: Iterable[str]) -> dict[str, float | None]:
+    """The numbers of a report from what these parts have returned on each rank. known: names that it has already."""
+    mine: dict[str, Pair] = {}
+    for part, pairs in found:
+        named = {f"extra/{name}": pair for name, pair in pairs.items()}
+        if twice := sorted(named.keys() & {*mine, *known}):
+            name = twice[0].removeprefix("extra/")
+            raise UserError(f'{part.source}: returns "{name}", as another function does; rename one')
+        mine |= named
+    totals: dict[str, Pair] = {}
+    for name, (total, count) in [each for pairs in of_all_ranks(mine) for each in pairs.items()]:
+        before = totals.get(name, (0.0, 0.0))
+        totals[name] = before[0] + total, before[1] + count
+    return {name: total / count if count else None for name, (total, count) in totals.items()}
 
 
 def _metrics_of(cfg: Metrics) -> list[Part]:

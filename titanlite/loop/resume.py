@@ -162,7 +162,7 @@ def restore(
         begin = source, load.verified(source)
     if begin is not None:
         tensors = run_tensors(model, optimizer, loss_scale)
-        progress, schedule = load_run(*begin, run, tensors, of_other_stages(model, tensors))
+        progress, schedule = load_run(*begin, run, tensors, of_other_stages(model, tensors), branch=not own)
         if not own and progress.step >= (steps := run.config.training.steps):
             raise UserError(f"training.steps = {steps}: {source} is at step {progress.step} already; set more steps")
         log.info("resumed from %s", begin[0])
@@ -210,9 +210,14 @@ def _load_initial_weights(run: RunIdentity, source: Path, model: nn.Module) -> N
 
 
 def load_run(
-    source: Path, found: Manifest, run: RunIdentity, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()
+    source: Path,
+    found: Manifest,
+    run: RunIdentity,
+    tensors: dict[str, Tensor],
+    elsewhere: Collection[str] = (),
+    branch: bool = False,
 ) -> tuple[Progress, Schedule]:
-    """Loads one checkpoint into `tensors`. elsewhere: names that other ranks load.
+    """Loads one checkpoint into `tensors`. elsewhere: names that other ranks load. branch: the checkpoint is another run's.
 
     Raises UserError for a checkpoint that does not fit.
     """
@@ -220,11 +225,13 @@ def load_run(
 
     manifest.check_run(source, found)
     schedule, progress = check_changes(run, source, found), _progress(run, source, found.numbers)
-    # what the run that wrote the checkpoint has excluded, it has trained since
-    applied = found.numbers["config"]["checkpoint"].get("exclude_from_loading", [])
-    exclude = [pattern for pattern in run.config.checkpoint.exclude_from_loading if pattern not in applied]
-    for pattern in exclude:
-        log.info('checkpoint.exclude_from_loading: tensors that match "%s" keep their initial values', pattern)
+    patterns = run.config.checkpoint.exclude_from_loading
+    # what this run has excluded before, it has trained since
+    before = [] if branch else found.numbers["config"]["checkpoint"].get("exclude_from_loading", [])
+    exclude = [pattern for pattern in patterns if pattern not in before]
+    for pattern in patterns:
+        effect = "tensors that match keep their initial values" if pattern in exclude else "took effect before"
+        log.info('%s: "%s": %s', EXCLUDE, pattern, effect)
     then = found.numbers["config"].get("optimizer", {}).get("ema_decay", 0.0)
     now = run.config.optimizer.ema_decay
     if bool(then) != bool(now):

@@ -31,8 +31,9 @@ def balance_experts(
     """
     moe, group_name = config.moe, split.get_group().group_name if split.size() > 1 else ""
     balance, z = moe.balance_loss / sequences, moe.router_z_loss / (sequences * config.training.seq_len)
-    model.routers = routers_of(model)  # type: ignore[assignment]  # a list, so that they stay the modules of their blocks
-    model.router_ranks = together  # type: ignore[assignment]
+    # a list, so that they stay the modules of their blocks
+    model.titanlite_routers = routers_of(model)  # type: ignore[assignment]
+    model.titanlite_router_ranks = together  # type: ignore[assignment]
     losses = RouterLosses(balance, z, split.size(), group_name, tp.size(), tp.get_local_rank())
     for router in _counting(model):
         router.losses = losses if balance or z else None
@@ -99,7 +100,7 @@ def _of_all_stages(model: nn.Module) -> tuple[list[Tensor], list[float]]:
 
 def _counting(model: nn.Module) -> list[Router]:
     """The routers that `balance_experts` has found. A step does not search a large model for them, which takes milliseconds."""
-    return getattr(model, "routers", [])
+    return getattr(model, "titanlite_routers", [])
 
 
 def _summed_counts(model: nn.Module, routers: list[Router], device: torch.device | None = None) -> list[Tensor]:
@@ -109,7 +110,7 @@ def _summed_counts(model: nn.Module, routers: list[Router], device: torch.device
     if not counts:
         return []
     together = torch.cat(counts)
-    dist.all_reduce(together, group=getattr(model, "router_ranks", None))
+    dist.all_reduce(together, group=getattr(model, "titanlite_router_ranks", None))
     return list(together.to(device).split([len(each) for each in counts]))
 
 

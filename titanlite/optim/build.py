@@ -71,7 +71,7 @@ def groups_of(trained: Mapping[str, Tensor], cfg: Optimizer, scale: Mapping[str,
         factor = factors[name] ** 0.5 if root else factors[name]
         found.setdefault((group.lr * factor, decay), []).append((name, trained[name]))
     found = found or {(1.0, 0.0): []}  # Muon may leave nothing to AdamW, and torch takes an empty group
-    return [{"params": pairs, "lr_factor": factor, "weight_decay": decay} for (factor, decay), pairs in found.items()]
+    return [{"params": pairs, "titanlite_lr_factor": factor, "weight_decay": decay} for (factor, decay), pairs in found.items()]
 
 
 def _adam(groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | None) -> torch.optim.Optimizer:
@@ -109,7 +109,7 @@ def _is_bias(name: str) -> bool:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Sets the rate of a step, in each group times its factor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1.0)
+        group["lr"] = lr * group.get("titanlite_lr_factor", 1.0)
 
 
 @torch.no_grad()

@@ -55,12 +55,12 @@ class Ema:
 def attach(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Lets the optimizer keep an EMA, which `ema_of` returns. decay: 0 for none."""
     if decay:
-        optimizer.ema = Ema(optimizer, decay)  # type: ignore[attr-defined]
+        optimizer.titanlite_ema = Ema(optimizer, decay)  # type: ignore[attr-defined]
 
 
 def ema_of(optimizer: torch.optim.Optimizer) -> Ema | None:
     """The EMA that an optimizer keeps."""
-    return getattr(optimizer, "ema", None)
+    return getattr(optimizer, "titanlite_ema", None)
 
 
 def begin_again(tensors: dict[str, Tensor], names: Iterable[str]) -> None:

@@ -133,7 +133,7 @@ def _check_own(config: Config) -> None:
 def _probed(schedule: Schedule, most: int) -> Iterable[int]:
     """Steps of the decay, evenly spread, and its last one."""
     first, last = schedule.decay_start + 1, schedule.decay_end
-    return (*range(first, last, 1 + (last - first) // most), last)
+    return (*range(first, last, 1 + max(0, last - first) // most), last)
 
 
 def check_ranks(schedule: Schedule, config: Config) -> None:

@@ -49,7 +49,7 @@ def build_own(groups: Groups, cfg: Optimizer, ranks: dist.ProcessGroup | None = 
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    optimizer.own_build = build  # type: ignore[attr-defined]  # for `make_state`
+    optimizer.titanlite_build = build  # type: ignore[attr-defined]  # for `make_state`
     every = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     one_of_a_layout = {(p.shape, str(getattr(p, "placements", ""))): (group, p) for group, p in every}
     for group, p in one_of_a_layout.values():
@@ -61,10 +61,10 @@ def build_own(groups: Groups, cfg: Optimizer, ranks: dist.ProcessGroup | None = 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Gives an own optimizer state for each parameter that has none yet; for its values, which are of one step, others are
     loaded."""
-    for group in optimizer.param_groups if hasattr(optimizer, "own_build") else []:
+    for group in optimizer.param_groups if hasattr(optimizer, "titanlite_build") else []:
         for p in group["params"]:
             if not optimizer.state.get(p):
-                optimizer.state[p] = _state_of(optimizer.own_build, group, p)  # type: ignore[attr-defined]
+                optimizer.state[p] = _state_of(optimizer.titanlite_build, group, p)  # type: ignore[attr-defined]
 
 
 def sharded(value: Tensor, parameter: Tensor) -> Tensor:

@@ -94,15 +94,17 @@ def apply_fsdp(
             fully_shard(head, reshard_after_forward=of_head, **options)
     # What blocks share belongs to the root, which finds it among its children, and so is gathered in all of a pass. As a unit
     # of its own it would have hooks inside of blocks, where the compiler stops.
-    root.add_module("shared", shared)
-    fully_shard(root, reshard_after_forward=False, **options_of_blocks)
-    del root.shared
+    root.add_module("titanlite_shared", shared)
+    # a list of a fork may have modules of blocks too, such as their routers
+    taken = {p for unit in root.modules() if isinstance(unit, FSDPModule) for p in unit.parameters()} - {*shared.parameters()}
+    fully_shard(root, reshard_after_forward=False, ignored_params=taken, **options_of_blocks)
+    del root.titanlite_shared
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     deferred = GradientSync.of(config)
-    model.gradient_sync = deferred  # type: ignore[assignment]  # for `choose_reductions`
+    model.titanlite_gradient_sync = deferred  # type: ignore[assignment]  # for `choose_reductions`
     if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and deferred.replicas:
         for unit in waiting_units(model):
             for group in fsdp_groups(unit):
@@ -169,7 +171,7 @@ class GradientSync(NamedTuple):
 def choose_reductions(model: Decoder, last: bool) -> None:
     """Call before a microbatch, to choose which of its gradients are reduced. last: whether it is the last one of its step."""
     if isinstance(model, FSDPModule):
-        deferred: Any = model.gradient_sync
+        deferred: Any = model.titanlite_gradient_sync
         model.set_requires_gradient_sync(last or not deferred.shards)
         if deferred.replicas:
             for unit in waiting_units(model):

@@ -75,12 +75,6 @@ def _experts(model: nn.Module) -> set[int]:
     return {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
 
 
-def check_of(local_ranks: int) -> Check:
-    """The check that so many ranks fit on this machine."""
-    needs = ("mesh", "sharding", "pipeline", "distillation")
-    return Check("memory", lambda s: faults(s.config, s.model, s.ranks, local_ranks), needs)
-
-
 def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iterator[str]:
     """A GPU, or the machine's memory, that cannot hold what `local_ranks` of `ranks` ranks keep there; with what fits."""
     cuda = torch.cuda.is_available()
@@ -113,6 +107,13 @@ def _ways(config: Config, ranks: int, room: int, cuda: bool) -> Iterator[tuple[s
     of_more = ((ranks * more, kept_bytes(sharded, model, ranks * more)) for more in _MORE_RANKS)
     if (enough := next((found for found in of_more if found[1] <= room), None)) is not None:
         yield f"{enough[0]} ranks with parallelism.data_parallel_shard_degree = -1", enough[1]
+
+
+# That the ranks of this machine fit on it.
+CHECK = Check(
+    *("memory", lambda s: faults(s.config, s.model, s.ranks, s.local_ranks) if s.local_ranks is not None else ()),
+    ("mesh", "sharding", "pipeline", "distillation", "parameters of the optimizer"),
+)
 
 
 def unverified(config: Config, ranks: int) -> Iterator[str]:

@@ -54,8 +54,7 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     from titanlite.plan import memory
 
     elsewhere = local_ranks is None and not torch.cuda.is_available()
-    more = [memory.check_of(local_ranks)] if local_ranks is not None else []
-    left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, more=more)
+    left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, more=[memory.CHECK])
     if faults := [fault for folder in owned_folders(config) if (fault := other_run(folder))]:
         raise Faults(path, faults)
     return [*left, *_only_on_gpus(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from titanlite.config.read import read_words, to_toml
+from titanlite.config.read import read_words
 from titanlite.config.schema import Config
 from titanlite.launch import children, stop
 from titanlite.launch.layout import read_layout
@@ -40,8 +40,6 @@ def main() -> None:
             if code == -signal.SIGKILL:
                 print("the check of the configuration was ended by SIGKILL, as when memory runs out", file=sys.stderr)
             sys.exit(code if code > 0 else 128 - code)
-        if config.job.print_config:
-            print(to_toml(config), flush=True)
         launcher = Launcher(
             Path(config.job.dump_folder), lambda environment: server.start(run_rank, config, words, environment=environment)
         )

@@ -27,7 +27,7 @@ from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.config.effects import Hardware
 from titanlite.config.operation import Checkpoint, Profiling
-from titanlite.config.read import read_config, stored_config
+from titanlite.config.read import stored_config
 from titanlite.config.schema import Config, Parallelism
 from titanlite.data.batches import Batches, steps_of
 from titanlite.data.mixture import Data, open_data
@@ -35,7 +35,7 @@ from titanlite.data.stream import states_for
 from titanlite.data.timeline import Rollback, attempts_at, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_entries, read_reports, read_starts
-from titanlite.ground.untrusted import Unread
+from titanlite.ground.untrusted import Unread, read_toml
 from titanlite.launch import process
 from titanlite.launch.layout import share_threads
 from titanlite.launch.local_ranks import on_ranks
@@ -115,7 +115,7 @@ def setting_of(run: Path, step: int, named: str = "", own: Collection[str] = ())
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: there is no {CONFIG}: not the folder of a run")
-    config = read_config(str(run / CONFIG), [])
+    config = stored_config(read_toml(run / CONFIG), run / CONFIG)
     numbers = saved_after(step, run / config.checkpoint.folder) or {"global_batch": config.training.global_batch_size}
     if "config" in numbers:
         config = stored_config(numbers["config"], run)

@@ -73,12 +73,12 @@ def convert(model: nn.Module, config: Config) -> None:
                 parent, _, last = name.rpartition(".")
                 setattr(model.get_submodule(parent), last, converted[each])
 
-    model.gathers_float8 = cfg.enable_fsdp_float8_all_gather  # type: ignore[assignment]  # typed for tensors and modules
+    model.titanlite_gathers_float8 = cfg.enable_fsdp_float8_all_gather  # type: ignore[assignment]  # typed for modules
 
 
 def measure_weights(model: nn.Module) -> None:
     """After an optimizer step: the scales of all weights that are gathered in float8, in one all-reduce."""
-    if getattr(model, "gathers_float8", False):
+    if getattr(model, "titanlite_gathers_float8", False):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)

@@ -27,7 +27,7 @@ class LoraLinear(nn.Linear):
     """An nn.Linear to which `adapt` has added an adapter; lora_a (rank, in), lora_b (out, rank)."""
 
     SPLIT: ClassVar = {A: 1, B: 0}  # tensor parallelism splits an adapter along the dimension that it shares with the weight
-    scale: float
+    lora_scale: float
     lora_a: nn.Parameter
     lora_b: nn.Parameter
 
@@ -42,7 +42,7 @@ class LoraLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         # Under tensor parallelism these are DTensors, and need no collective here: split by rows ("column") both summands are
         # this rank's features; split by columns ("row") both are parts of one sum over ranks.
-        return super().forward(x) + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
+        return super().forward(x) + F.linear(F.linear(x, self.lora_a) * self.lora_scale, self.lora_b)
 
 
 def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
@@ -85,7 +85,7 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
         module = linears[name]
         module.__class__ = LoraLinear
         assert isinstance(module, LoraLinear)
-        module.scale = cfg.alpha / cfg.rank
+        module.lora_scale = cfg.alpha / cfg.rank
         module.lora_a = nn.Parameter(torch.empty(cfg.rank, module.in_features, device="meta"))
         module.lora_b = nn.Parameter(torch.empty(module.out_features, cfg.rank, device="meta"))
 

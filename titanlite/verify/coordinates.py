@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titanlite.config.schema import Optimizer
 from titanlite.ground.errors import UserError
 from titanlite.loop.loss import sequence_of
-from titanlite.optim.build import build_optimizer
+from titanlite.optim.build import build_optimizer, set_lr
 from titanlite.registry.family import Family
 from titanlite.registry.overrides import overridden
 from titanlite.transforms.initialize import initialize
@@ -68,8 +68,7 @@ def _sizes_of(family: Family, seed: int) -> dict[str, list[float]]:
     model = family.on_meta()
     initialize(model, family, seed, torch.device("cpu"))
     optimizer = build_optimizer(model, Optimizer(lr=RATE, weight_decay=0.0, implementation="for-loop"))
-    for group in optimizer.param_groups:
-        group["lr"] = RATE * group["lr_factor"]
+    set_lr(optimizer, RATE)
     tokens = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     sizes: dict[str, list[float]] = {}
