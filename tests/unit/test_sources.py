@@ -13,7 +13,7 @@ from tests.token_files import TEXTS, documents_of, write_file, write_jsonl
 from tests.waiting import PATIENCE
 from titanlite.config.schema import Config, Training
 from titanlite.data.indexed import path_of
-from titanlite.data.prepare import cache, prepare
+from titanlite.data.prepare import cache, documents, prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.manifest import sealed
 from titanlite.data.sources import TokenSource, find, open_source, read_manifest, sources_of
@@ -166,6 +166,20 @@ def test_a_damaged_cache_folder_is_created_again(tmp_path, assets, loaded):
     (_open(path, assets).files[0].prefix.parent / "manifest.json").write_text("{}")
     assert _documents(_open(path, assets)) == _expected(loaded)
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
+
+
+def test_text_of_a_server_that_gives_no_version_is_named_once_in_the_log(tmp_path, loaded, monkeypatch, caplog):
+    """The tokens of a replaced file stay in the cache."""
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("text")
+    monkeypatch.setattr(cache, "_cached", lambda *_: None)
+    for name in (str(tmp_path), url := f"file://{tmp_path}/*.txt"):
+        cache.tokenized(name, _KEY, loaded, "")
+    assert not caplog.messages
+    monkeypatch.setattr(documents, "_STAMPS", ())
+    cache.tokenized(url, _KEY, loaded, "")
+    [message] = caplog.messages
+    assert message.startswith(f"{url}: its server gives no time or checksum")
 
 
 def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_to_set(tmp_path, assets, monkeypatch):
