@@ -88,6 +88,15 @@ def test_a_missing_file_of_a_pair_is_an_error(tmp_path, assets, suffix):
             _open(path, assets)
 
 
+@pytest.mark.parametrize("content", ['{"version": 1}', '{"text": "x"}\n{"text": "y"}\n'], ids=["object", "lines"])
+def test_a_folder_of_text_with_the_manifest_of_another_program_is_refused_with_a_pattern_that_is_read(tmp_path, content):
+    write_jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=f"^{tmp_path}/manifest.json: .*name the files") as error:
+        find(str(tmp_path), _KEY)
+    assert find(str(error.value).split()[-1], _KEY) is None
+
+
 def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_path):
     (tmp_path / ".out.unfinished").mkdir()
     with pytest.raises(UserError, match="run the same `titanlite tokenize`"):
