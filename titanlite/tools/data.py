@@ -9,6 +9,7 @@ determine which samples of each source came before a step. Without --ranks, ther
 """
 
 import argparse
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.own import OwnSource
+from titanlite.data.prepare.manifest import read_manifest
 from titanlite.data.samples import Rows
 from titanlite.data.sources import TokenSource, open_tokenizer, sections_of
 from titanlite.data.timeline import Timeline, stored
@@ -154,13 +156,19 @@ def _show_sample(
 
 def _origin(source: TokenSource, rows: Rows, document: int) -> str:
     """The input that a document was read from, if the manifest says."""
-    if source.manifest is None:
+    if source.folder is None:
         return ""
     before = source.rows[: next(number for number, other in enumerate(source.rows) if other is rows)]
     number = document + sum(other.file.documents for other in before)
-    inputs = source.manifest["inputs"]
-    ends = np.cumsum([entry["documents"] for entry in inputs])
-    return f" of {inputs[int(np.searchsorted(ends, number, side='right'))]['path']}"
+    paths, ends = _inputs(source.folder)
+    return f" of {paths[int(np.searchsorted(ends, number, side='right'))]}"
+
+
+@functools.cache
+def _inputs(folder: Path) -> tuple[list[str], np.ndarray]:
+    """(the inputs that a folder of token files was made of, how many documents they have up to the end of each)."""
+    inputs = read_manifest(folder)["inputs"]
+    return [entry["path"] for entry in inputs], np.cumsum([entry["documents"] for entry in inputs])
 
 
 # --------------------------------------------------------------------------------------------------------------- stats
