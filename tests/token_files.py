@@ -40,11 +40,11 @@ def write_file(
     return TokenFile(prefix)
 
 
-def opened(file: TokenFile | list[TokenFile], name: str = "tests", foreign: bool = False, **keys: Any) -> TokenSource:
+def opened(file: TokenFile | list[TokenFile], name: str = "tests", **keys: Any) -> TokenSource:
     """A source of token files; keys: of the configuration's Source."""
     files = file if isinstance(file, list) else [file]
     content = hashlib.blake2b(b"".join(part.ids[:].tobytes() + part.lengths[:].tobytes() for part in files)).hexdigest()
-    return TokenSource(Source(path=name, **keys), name, files, content, None if foreign else {})
+    return TokenSource(Source(path=name, **keys), name, files, content)
 
 
 def data_of(documents: Sequence[Any], config: Config, vocabulary: int, bytes_a_token: int = 1, losses=None) -> Data:

@@ -73,6 +73,7 @@ def test_the_command_prints_counts_and_the_line_for_the_configuration(text, tmp_
     assert manifest["documents"] == 5 and len(manifest["shards"]) == 2
     assert f"5 documents, {manifest['tokens']:,} tokens, {len(manifest['shards'])} shards" in ended.out
     assert f'training.dataset_path = "{tmp_path / "out"}"' in ended.out
+    assert ended.out.splitlines()[-1] == "texts begin with no BOS and end with <|endoftext|>"
     assert re.fullmatch(r"tokenized 5 documents, [\d,]+ tokens/s\n", ended.err)  # and no bar in a log file
     assert sum(TokenFile(tmp_path / "out" / shard["name"]).tokens for shard in manifest["shards"]) == manifest["tokens"]
 
@@ -86,6 +87,7 @@ def test_a_fault_is_one_message_with_the_option_that_skips_it_and_then_the_first
     ended = _run(text, tmp_path, "--on-error", "skip", data=str(tmp_path / "bad.jsonl"))
     assert ended.code == 0, ended.err
     assert "15 skipped" in ended.out
+    assert "end with nothing; --append-eos ends them with <|endoftext|>" in ended.out.splitlines()[-1]
     assert re.findall(r"bad\.jsonl, line (\d+): not JSON", ended.out) == [str(number) for number in range(2, 12)]
     assert len((tmp_path / "out" / "skipped.jsonl").read_text().splitlines()) == 15
 

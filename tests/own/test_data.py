@@ -104,6 +104,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "broken ends": (WRONG, {"way": "broken ends"}, "gives no valid row.*float"),
     "not pure": (WRONG, {"way": "not pure"}, "differs from object to object; must be a function of i"),
     "misspelt option": (SUMS, {"digit": 3}, r"training\.dataset_options\.digit: .*did you mean"),
+    "no option": (WRONG, {}, r"must take training\.dataset_options by keyword: missing a required argument: 'way'"),
     "no read": ("tests.own.data_parts:Unready", {}, r"has no read; it is a map; a stream takes rank and degree \(.*, line"),
     "no class": ("tests.own.data_parts:number", {}, "must be a class or a function"),
     "no state": ("tests.own.data_parts:Stateless", {}, "has no state_dict, load_state_dict or reset; it is a stream"),

@@ -140,7 +140,7 @@ def test_a_source_that_stalls_is_named_repeatedly_with_file_and_sample(sources, 
 def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers):
     file = write_file(tmp_path / "other", [np.arange(200)])
     config = config_of(workers=workers)
-    source = Batches(StepDataset(config, mix_of([opened(file, foreign=True)], config, vocabulary=100), (0, 1)))
+    source = Batches(StepDataset(config, mix_of([opened(file)], config, vocabulary=100), (0, 1)))
     with pytest.raises(UserError) as error:
         for _ in range(3):
             next(source)

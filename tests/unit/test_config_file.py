@@ -21,7 +21,7 @@ HARD: dict[str, Any] = {
     "job.dump_folder": "C:\\runs\\'one' \"two\"",
     "job.description": "tab\t line\nreturn\r \"\"\" ''' # = [x] \x00\x1f\x7f\x85\u2028 \u00fc\u4e2d\U0001f600",
     "model.overrides": {"dim": 96, "a key": [1, 2.5, "x"], "rope_scaling": {"factor": 1e20, "on": True}},
-    "training.dataset": "",
+    "metrics.save_tb_folder": "",
     "training.dataset_path": "true",
     "training.sources": [
         {"path": 'a "b"', "name": "web", "weight": 0.1 + 0.2, "epochs": 1e-3},
@@ -175,6 +175,8 @@ def test_an_option_becomes_a_value_of_the_keys_type(option, text, value):
     [
         (["--parallelism.fsdp_reshard_after_forward", "2"], "'default', 'always' or 'never'"),
         (["--training.steps", "--training.seed", "1"], "--training.steps: has no value"),
+        (["--training.dataset="], "training.dataset = "),  # without a character it ended in a traceback
+        (["--validation.dataset="], "validation.dataset = "),
         (["stray"], "stray: belongs to no option"),
         (["--training.steps", "5", "6"], "6: belongs to no option"),
     ],

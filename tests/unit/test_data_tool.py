@@ -150,6 +150,13 @@ def test_show_finds_every_step_of_a_run_in_its_last_checkpoint_and_refuses_other
     assert run(*later)
 
 
+def test_show_refuses_values_with_which_the_run_had_other_samples(capsys, run, changed):
+    other = {"training.seed": "1", "training.seq_len": "8", "training.document_policy": "best_fit"}
+    for key, value in other.items():
+        found = refusal(capsys, run, "show", "--step", "3", *changed[3][0], f"--{key}", value)
+        assert f"step-00000004 says, with {key} = " in found
+
+
 def test_show_refuses_the_batch_of_other_ranks_where_a_run_has_no_checkpoints(capsys, run, tmp_path):
     """Of the docs' own command: its --ranks is 1, and a run's config.toml has the batch of a rank."""
     (tmp_path / "run").mkdir()
@@ -167,6 +174,11 @@ def test_show_refuses_what_a_run_did_otherwise_after_its_last_checkpoint(config,
     (tmp_path / "run" / "provenance.json").write_text(json.dumps([start]))
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 7, "loss": 1.0}) + "\n")
     words = ("show", *changed[8][0], "--metrics.log_freq", "1")
+    for more, expected in (({"compared": {"training.seed": 1}}, "training.seed = 1, here 0"), ({}, "another tokenizer")):
+        described = start["data"] if more else {**start["data"], "tokenizer": "another"}  # files of Megatron do not say it
+        (tmp_path / "run" / "provenance.json").write_text(json.dumps([{**start, **more, "data": described}]))
+        assert expected in refusal(capsys, run, *words, "--step", "7")
+    (tmp_path / "run" / "provenance.json").write_text(json.dumps([start]))
     assert "has a global batch of 4" in refusal(capsys, run, *words, "--step", "8", "--training.global_batch_size", "8")
     first = ("show", *changed[2][0], "--metrics.log_freq", "1")
     assert "step 7: the run in run reads other sources or weights since its latest start: text 75.00%, more" in refusal(

@@ -10,9 +10,10 @@ import re
 import pyarrow
 import pyarrow.csv
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from tests.raw_files import CHAT, TEXTS, contents, faults_in, json_lines, read_all, save_dataset, write_packed, write_table
-from titanlite.data.prepare import documents, open_files
+from titanlite.data.prepare import documents, open_files, readers
 from titanlite.data.prepare.documents import list_inputs, stdlib_files
 from titanlite.data.prepare.readers import Bad, Document, describe_location
 from titanlite.ground.errors import UserError
@@ -233,16 +234,22 @@ def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_p
         list_inputs([f"{url}{tmp_path}{name}"])
 
 
-@pytest.mark.parametrize(("name", "left_out"), [("", ["link"]), ("/*", ["folder", "link"]), ("/**/*", [])])
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [("", ["link", "self"]), ("/*", ["folder", "link", "self"]), ("/**/*", ["link", "self"]), ("/**/[1-9]*", ["link", "self"])],
+)
 def test_folders_that_are_not_walked_are_named_and_links_that_lead_nowhere_are_refused(tmp_path, name, left_out):
+    """`**` followed a link to its own folder, and the same documents were in the data 41 times."""
     (tmp_path / "elsewhere").mkdir()
     inputs = tmp_path / "inputs"
     (inputs / "folder").mkdir(parents=True)
-    for path in ("elsewhere/1.txt", "inputs/2.txt", "inputs/folder/3.txt"):
+    for path in ("elsewhere/3.txt", "inputs/2.txt", "inputs/folder/3.txt"):
         (tmp_path / path).write_text("text")
     (inputs / "link").symlink_to(tmp_path / "elsewhere")
+    (inputs / "self").symlink_to(inputs)
     warnings: list[str] = []
-    list_inputs([f"{inputs}{name}"], "--input", warnings.append)
+    found = list_inputs([f"{inputs}{name}"], "--input", warnings.append)
+    assert {entry.path for entry in found} <= {str(inputs / "2.txt"), str(inputs / "folder" / "3.txt")}
     assert [line.rpartition("/")[2] for text in warnings for line in text.splitlines()[1:]] == left_out
     (inputs / "4.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"4\.txt: is missing"):
@@ -262,12 +269,14 @@ def test_a_name_that_is_not_a_file_is_refused_with_what_it_may_mean(name, words)
     assert words in str(error.value)
 
 
-def test_inputs_come_in_the_order_given_and_sorted_within_each_pattern_and_folder(tmp_path):
+def test_inputs_come_in_the_order_given_and_sorted_within_each_pattern_and_folder(tmp_path, monkeypatch):
+    tmp_path /= "e[1]"  # of a folder, brackets are no pattern
     for name in ("b/2.txt", "a.txt", "b/1.txt", "b/10.txt", ".hidden", ".git/objects", "b/.cache/x.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert contents(tmp_path / "b", tmp_path / "*.txt") == ["b/1.txt", "b/10.txt", "b/2.txt", "a.txt"]
-    assert contents(tmp_path / "**" / "*.txt") == ["a.txt", "b/1.txt", "b/10.txt", "b/2.txt"]
+    monkeypatch.chdir(tmp_path)
+    assert contents("b", "*.txt") == ["b/1.txt", "b/10.txt", "b/2.txt", "a.txt"]
+    assert contents("**/*.txt") == ["a.txt", "b/1.txt", "b/10.txt", "b/2.txt"]
     assert contents(tmp_path) == ["a.txt", "b/1.txt", "b/10.txt", "b/2.txt"]
 
 
@@ -313,6 +322,54 @@ def test_urls_and_their_patterns_are_read_as_files_are(tmp_path, name):
     content = b"text" if name.endswith("txt") else json_lines(TEXTS)
     write_packed(tmp_path / name.replace("*", "b"), content)
     assert contents(f"file://{tmp_path}/{name}") == (["text"] if name.endswith("txt") else TEXTS)
+
+
+class _WithoutRanges(io.RawIOBase):
+    """What fsspec opens of a server without range requests: it raises ValueError behind the first block."""
+
+    def __init__(self, first: bytes):
+        self.first = first
+
+    def readable(self) -> bool:
+        return True
+
+    seekable = readable
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        raise ValueError("no ranges")
+
+    def readinto(self, target) -> int:
+        if not self.first:
+            raise ValueError("no ranges")
+        count = min(len(target), len(self.first))
+        target[:count], self.first = self.first[:count], self.first[count:]
+        return count
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("a.jsonl", json_lines(TEXTS)),
+        ("a.json", json_lines(TEXTS)),  # of which the first line was taken for the whole file
+        ("a.json", b'[{"text": "x"},\n'),
+        ("a.parquet", b"PAR1"),
+    ],
+    ids=["lines", "lines of .json", "array", "parquet"],
+)
+def test_a_url_that_cannot_be_read_to_its_end_is_refused(tmp_path, monkeypatch, name, first):
+    write_table(tmp_path / name)
+    for module in (documents, open_files, readers):
+        monkeypatch.setattr(module, "open_bytes", lambda _: io.BufferedReader(_WithoutRanges(first)))
+    with pytest.raises(UserError, match=rf"^file://{tmp_path}/{name}: cannot be read: ValueError: no ranges"):
+        read_all(f"file://{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("name", ["Last-Modified", "Content-MD5", "Digest", "LastModified", "blob_id", "xet_hash", "sha"])
+def test_the_stamp_of_a_url_is_what_its_file_system_knows_of_the_version(tmp_path, monkeypatch, name):
+    """As HTTP, S3, Hugging Face and GitHub call it: a replaced file of the same size had counted as the same."""
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(LocalFileSystem, "info", lambda *_, **__: {"name": "a.txt", "size": 4, "url": "x", name: "version 1"})
+    assert list_inputs([f"file://{tmp_path}/a.txt"])[0].stamp == "version 1"
 
 
 @pytest.mark.parametrize(

@@ -272,15 +272,21 @@ def _flip(tmp_path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_damaged_block_is_named_when_it_is_read_and_only_then(tmp_path, written, number):
+@pytest.mark.parametrize(
+    ("number", "cache", "remedy"),
+    [(0, "elsewhere", "copy the file again"), (1, ".", "remove {}/a.bin, which"), (2, "..", "remove {}, which")],
+)
+def test_a_damaged_block_is_named_when_it_is_read_and_only_then(tmp_path, written, monkeypatch, number, cache, remedy):
+    monkeypatch.setenv("TITANLITE_CACHE", str((tmp_path / cache).resolve()))
     _flip(tmp_path, number * BLOCK + 5)
     array = _array(tmp_path, written)
     for other in {0, 1, 2} - {number}:
         array[other * BLOCK // 2 : other * BLOCK // 2 + 10]
     first = number * BLOCK // 2 + 100
     for part in (slice(first, first + 1), slice(None)):  # of a long one, also if its first block has been verified
-        with pytest.raises(UserError, match=rf"a\.bin: is damaged: block {number}, bytes {number * BLOCK:,} to "):
+        with pytest.raises(
+            UserError, match=rf"a\.bin: is damaged: block {number}, bytes {number * BLOCK:,} to .*{remedy.format(tmp_path)}"
+        ):
             array[part]
 
 

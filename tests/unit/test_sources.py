@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.token_files import TEXTS, documents_of, write_file, write_jsonl
 from tests.waiting import PATIENCE
 from titanlite.config.schema import Config, Training
 from titanlite.data.indexed import path_of
-from titanlite.data.prepare import cache, prepare
+from titanlite.data.prepare import cache, documents, prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.manifest import sealed
 from titanlite.data.sources import TokenSource, find, open_source, read_manifest, sources_of
@@ -88,6 +89,15 @@ def test_a_missing_file_of_a_pair_is_an_error(tmp_path, assets, suffix):
             _open(path, assets)
 
 
+@pytest.mark.parametrize("content", ['{"version": 1}', '{"text": "x"}\n{"text": "y"}\n'], ids=["object", "lines"])
+def test_a_folder_of_text_with_the_manifest_of_another_program_is_refused_with_a_pattern_that_is_read(tmp_path, content):
+    write_jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=f"^{tmp_path}/manifest.json: .*name the files") as error:
+        find(str(tmp_path), _KEY)
+    assert find(str(error.value).split()[-1], _KEY) is None
+
+
 def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_path):
     (tmp_path / ".out.unfinished").mkdir()
     with pytest.raises(UserError, match="run the same `titanlite tokenize`"):
@@ -103,7 +113,8 @@ def test_text_becomes_documents_that_end_with_the_end_of_text(tmp_path, assets, 
         (tmp_path / "texts" / f"{number:03d}.py").write_text(text)
     source = _open(tmp_path / "texts", assets)
     assert _documents(source) == _expected(loaded)
-    assert source.manifest is not None
+    assert source.folder is not None
+    assert b"000.py" not in pickle.dumps(source)  # all ranks and workers get it; a million inputs have 60 MB of names
     assert (source.name, source.files[0].ids.dtype) == ("texts", np.uint16)
 
 
@@ -166,6 +177,20 @@ def test_a_damaged_cache_folder_is_created_again(tmp_path, assets, loaded):
     (_open(path, assets).files[0].prefix.parent / "manifest.json").write_text("{}")
     assert _documents(_open(path, assets)) == _expected(loaded)
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
+
+
+def test_text_of_a_server_that_gives_no_version_is_named_once_in_the_log(tmp_path, loaded, monkeypatch, caplog):
+    """The tokens of a replaced file stay in the cache."""
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("text")
+    monkeypatch.setattr(cache, "_cached", lambda *_: None)
+    for name in (str(tmp_path), url := f"file://{tmp_path}/*.txt"):
+        cache.tokenized(name, _KEY, loaded, "")
+    assert not caplog.messages
+    monkeypatch.setattr(documents, "_STAMPS", ())
+    cache.tokenized(url, _KEY, loaded, "")
+    [message] = caplog.messages
+    assert message.startswith(f"{url}: its server gives no time or checksum")
 
 
 def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_to_set(tmp_path, assets, monkeypatch):
@@ -242,7 +267,7 @@ def test_fingerprint_of_foreign_files_follows_their_content_and_not_their_name(t
 
     def fingerprint(name: str, documents: list[list[int]], losses: list[list[bool]] | None = None) -> str:
         source = _open(write_file(tmp_path / name, documents, losses=losses).prefix, assets)
-        assert source.manifest is None
+        assert source.folder is None
         return source.fingerprint
 
     same = {fingerprint(name, documents) for name in ("a", "b")}

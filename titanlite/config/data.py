@@ -51,7 +51,7 @@ class Validation(Section):
 
     enable: Annotated[bool, ALWAYS] = False
     """Measure the loss and bits per byte, on the same samples each time and on any mesh."""
-    dataset: Annotated[bounds.Text, _WITH_VALIDATION_TEXT] = "stdlib"
+    dataset: Annotated[bounds.Name, _WITH_VALIDATION_TEXT] = "stdlib"
     """As training.dataset."""
     dataset_options: Annotated[dict[str, JsonValue], _WITH_VALIDATION_TEXT.and_when('validation.dataset has ":"')] = {}
     """As training.dataset_options."""

@@ -92,7 +92,7 @@ class Group(StrictModel):
 class Training(Section):
     """Data, batch, length, precision."""
 
-    dataset: Annotated[bounds.Text, _WITHOUT_PATHS, MAY_CHANGE] = "stdlib"
+    dataset: Annotated[bounds.Name, _WITHOUT_PATHS, MAY_CHANGE] = "stdlib"
     """"stdlib" (the Python sources of the running interpreter's standard library), a path as dataset_path, or
     "package.module:name", data of your own (docs/guides/own_parts.md)."""
     dataset_options: Annotated[dict[str, JsonValue], _WITHOUT_PATHS.and_when('training.dataset has ":"'), MAY_CHANGE] = {}

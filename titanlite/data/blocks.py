@@ -18,11 +18,11 @@ import numpy as np
 import xxhash
 
 from titanlite.ground.errors import UserError
+from titanlite.ground.files import cache_folder
 from titanlite.ground.untrusted import open_file, read_bytes
 
 _SHIFT = 20
 BLOCK = 2**_SHIFT
-_REMEDY = "copy the file again, or tokenize the text again"
 
 
 def sums_of(path: Path) -> Path:
@@ -46,10 +46,18 @@ class BlockFile:
     def __reduce__(self) -> Any:
         return BlockFile, (self.path, self.size, self.has_sums)
 
+    @property
+    def _remedy(self) -> str:
+        """Of damage. In the cache, the same text finds the same folder again, damaged as it is."""
+        kept, path = cache_folder().absolute(), self.path.absolute()
+        if kept in path.parents:
+            return f"remove {kept / path.relative_to(kept).parts[0]}, which the next start makes again"
+        return "copy the file again, or tokenize the text again"
+
     def require_sums(self) -> None:
         """Raises UserError where a file that was written with checksums has none."""
         if not self.has_sums:
-            raise UserError(f"{sums_of(self.path)}: is missing; {_REMEDY}")
+            raise UserError(f"{sums_of(self.path)}: is missing; {self._remedy}")
 
     def verify(self, begin: int, end: int) -> None:
         """Reads the blocks of bytes `begin` .. `end` that this process has not read yet. Raises UserError if one is damaged.
@@ -64,14 +72,11 @@ class BlockFile:
 
     def _verify(self, number: int) -> None:
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self.size)
-        try:
-            with open_file(self.path) as file:  # read, not mapped: a mapped page counts as memory
-                content = os.pread(file.fileno(), end - begin, begin)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: block {number}: {error.strerror}") from None
+        with open_file(self.path) as file:  # read, not mapped: a mapped page counts as memory
+            content = os.pread(file.fileno(), end - begin, begin)
         if xxhash.xxh3_64_intdigest(content) != self._sums[number]:
             where = f"block {number}, bytes {begin:,} to {end:,}"
-            raise UserError(f"{self.path}: is damaged: {where}: its checksum is not the one that was written; {_REMEDY}")
+            raise UserError(f"{self.path}: is damaged: {where}: its checksum is not the one that was written; {self._remedy}")
 
     @cached_property
     def _sums(self) -> np.ndarray:
@@ -79,10 +84,12 @@ class BlockFile:
         path, blocks = sums_of(self.path), -(-self.size // BLOCK)
         content = read_bytes(path, 8 * (blocks + 2))
         if len(content) < 16 or xxhash.xxh3_64_intdigest(content[:-8]).to_bytes(8, "little") != content[-8:]:
-            raise UserError(f"{path}: is damaged: its last number is not the checksum of the others; {_REMEDY}")
+            raise UserError(f"{path}: is damaged: its last number is not the checksum of the others; {self._remedy}")
         size, *_ = numbers = np.frombuffer(content, "<u8")
         if size != self.size or len(numbers) != blocks + 2:
-            raise UserError(f"{self.path}: has {self.size:,} bytes, and {size:,} were written, as {path.name} says; {_REMEDY}")
+            raise UserError(
+                f"{self.path}: has {self.size:,} bytes, and {size:,} were written, as {path.name} says; {self._remedy}"
+            )
         return numbers[1:-1]
 
     @cached_property
@@ -98,8 +105,6 @@ class BlockFile:
         with open_file(self.path) as file:
             try:
                 self._mapping = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
-            except OSError as error:
-                raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
             except ValueError:
                 raise UserError(self._truncated(os.fstat(file.fileno()).st_size)) from None
         return np.frombuffer(self._mapping, np.uint8)
@@ -113,7 +118,7 @@ class BlockFile:
             raise UserError(self._truncated(size))
 
     def _truncated(self, size: int) -> str:
-        return f"{self.path}: truncated since it was opened: it has {size:,} of {self.size:,} bytes; {_REMEDY}"
+        return f"{self.path}: truncated since it was opened: it has {size:,} of {self.size:,} bytes; {self._remedy}"
 
 
 class Array:

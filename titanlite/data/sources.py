@@ -35,7 +35,7 @@ class TokenSource(NamedTuple):
     name: str
     files: list[TokenFile]
     fingerprint: str  # equal fingerprints mean equal tokens; for foreign files only with high probability
-    manifest: dict[str, Any] | None  # None: files of another tool
+    folder: Path | None = None  # with their manifest, whose list of inputs may have 60 MB; None: files of another tool
     rows: Sequence[Rows] = ()  # of each file
     ends: Sequence[int] = ()  # cumulative rows of the files
 
@@ -160,7 +160,7 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
         fingerprint = manifest["fingerprint"]
     else:
         fingerprint = digest(*(probe(stored.path) for file in files for stored in file.files))
-    return TokenSource(source, name_of(source), files, fingerprint, manifest)
+    return TokenSource(source, name_of(source), files, fingerprint, None if manifest is None else folder)
 
 
 def _open_files(

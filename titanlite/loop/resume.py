@@ -341,8 +341,7 @@ def _allow(config: Config, keys: list[str]) -> str:
 
 def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     """Differences between a checkpoint's numbers and a run that change the mathematics of later steps."""
-    # A key that did not exist yet had no effect, which its default expresses.
-    before, planned = _flat(Config().model_dump()) | _flat(numbers["config"]), numbers["schedule"]["total_steps"]
+    before, planned = values_of(numbers), numbers["schedule"]["total_steps"]
     before |= {"training.global_batch_size": numbers["global_batch"], "lr_scheduler.total_steps": planned}
     now = compared(run.config, run.global_batch, run.config.lr_scheduler.total_steps or planned)
     yield from (Change(key, before[key], value) for key, value in now.items() if key in before and before[key] != value)
@@ -355,6 +354,11 @@ def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     yield from _source_changes(then, here)
     if (teacher := numbers.get("teacher", "")) != (given := digest_of_teacher(run.config)):
         yield Change(TEACHER, teacher, given)
+
+
+def values_of(numbers: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the run that wrote a checkpoint. One that did not exist yet had no effect, which its default expresses."""
+    return _flat(Config().model_dump()) | _flat(numbers["config"])
 
 
 def compared(config: Config, global_batch: int, total_steps: int) -> dict[str, Any]:

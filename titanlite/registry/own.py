@@ -122,8 +122,8 @@ def with_options(
     try:
         inspect.signature(part).bind(*given, **options, **dict.fromkeys(ours))
     except TypeError as error:  # also for an option that is missing
-        takes = ", ".join([*given, *ours])
-        raise fault_of(key, name, f"must take {takes}, then {table} by keyword: {error}") from None
+        takes = [", ".join([*given, *ours]), f"{table} by keyword"]  # data takes nothing but options
+        raise fault_of(key, name, f"must take {', then '.join(filter(None, takes))}: {error}") from None
     return functools.partial(part, **options)
 
 

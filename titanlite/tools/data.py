@@ -9,10 +9,12 @@ determine which samples of each source came before a step. Without --ranks, ther
 """
 
 import argparse
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.own import OwnSource
+from titanlite.data.prepare.manifest import read_manifest
 from titanlite.data.samples import Rows
 from titanlite.data.sources import TokenSource, open_tokenizer, sections_of
 from titanlite.data.timeline import Timeline, stored
@@ -33,11 +36,14 @@ from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import CONFIG, INCIDENTS, PROVENANCE, read_entries, read_starts
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
+from titanlite.loop.resume import compared, values_of
 from titanlite.parallel.mesh import fewest_ranks, part_of_rank, parts_of, resolve_degrees
 from titanlite.registry.family import vocabulary_of
 from titanlite.tools.options import RANKS, STEPS, WholeNumber, command_parser, config_parser, read_command
 from titanlite.tools.replay import furthest
 
+# With sources, tokenizer and global batch, these decide which samples a step has.
+_DECIDING = ("training.seed", "training.seq_len", "training.document_policy")
 _AT_ONCE = 2**22  # tokens
 _BAR = 40  # characters of the longest bar of a histogram
 
@@ -63,13 +69,24 @@ def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     return options, config.settled(Hardware()), resolve_degrees(config.parallelism, ranks)
 
 
+def _check_values(where: str, then: dict[str, Any], described: dict[str, Any], config: Config, data: Data) -> None:
+    """Raises UserError where a run had another order or other rows. then: its keys; described: its data, as `Data.describe`."""
+    now = compared(config, 0, 0)
+    different = [f"{key} = {then[key]!r}, here {now[key]!r}" for key in _DECIDING if then.get(key, now[key]) != now[key]]
+    if described.get("tokenizer") not in (None, data.describe()["tokenizer"]):
+        different.append(f'another tokenizer than model.hf_assets_path = "{config.model.hf_assets_path}"')
+    if different:
+        raise UserError(f"{where} with {'; '.join(different)}; set these, or name another folder")
+
+
 def _as_started(config: Config, data: Data, step: int, size: int) -> None:
-    """Raises UserError where the run may have done a step, which no checkpoint has, with another batch or other sources."""
+    """Raises UserError where the run may have done a step, which no checkpoint has, with other values, batch or sources."""
     folder = Path(config.job.dump_folder)
     start = next((each for each in reversed(read_starts(folder)) if each.get("global_batch")), None)
     if start is None or step > furthest(folder, config, read_entries(folder / INCIDENTS)):
         return
     where = f"step {step}: the run in {folder}"
+    _check_values(f"{where} reads samples", start.get("compared", {}), start.get("data") or {}, config, data)
     if start["global_batch"] != size:
         text = f"has a global batch of {start['global_batch']} sequences, and this configuration one of {size}"
         raise UserError(f"{where} {text}; set --ranks or training.global_batch_size to the run's, or name another folder")
@@ -82,7 +99,7 @@ def _as_started(config: Config, data: Data, step: int, size: int) -> None:
 def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
     """The timeline of a step: that of the run in job.dump_folder, as it read the step or will read it with this configuration.
 
-    Raises UserError where the run did the step with another batch or mixture.
+    Raises UserError where the run did the step with other values, batch or mixture.
     """
     folder = Path(config.job.dump_folder)
     saves = folder / config.checkpoint.folder
@@ -98,6 +115,9 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
         _as_started(config, data, step, size)
         entries = read_entries(folder / INCIDENTS)
         timeline = timeline.resumed(number, size, data.mixture).after(number, divergence.rollbacks(entries))
+    else:
+        where = f"step {step}: the run in {folder} did this step, as {source} says,"
+        _check_values(where, values_of(found.numbers), found.numbers["data"], config, data)
     segment, _ = timeline.at(step)
     if (segment.global_batch, segment.mixture) != (size, data.mixture):
         names = {each["fingerprint"]: each["name"] for each in (*data.describe()["sources"], *found.numbers["data"]["sources"])}
@@ -154,13 +174,19 @@ def _show_sample(
 
 def _origin(source: TokenSource, rows: Rows, document: int) -> str:
     """The input that a document was read from, if the manifest says."""
-    if source.manifest is None:
+    if source.folder is None:
         return ""
     before = source.rows[: next(number for number, other in enumerate(source.rows) if other is rows)]
     number = document + sum(other.file.documents for other in before)
-    inputs = source.manifest["inputs"]
-    ends = np.cumsum([entry["documents"] for entry in inputs])
-    return f" of {inputs[int(np.searchsorted(ends, number, side='right'))]['path']}"
+    paths, ends = _inputs(source.folder)
+    return f" of {paths[int(np.searchsorted(ends, number, side='right'))]}"
+
+
+@functools.cache
+def _inputs(folder: Path) -> tuple[list[str], np.ndarray]:
+    """(the inputs that a folder of token files was made of, how many documents they have up to the end of each)."""
+    inputs = read_manifest(folder)["inputs"]
+    return [entry["path"] for entry in inputs], np.cumsum([entry["documents"] for entry in inputs])
 
 
 # --------------------------------------------------------------------------------------------------------------- stats

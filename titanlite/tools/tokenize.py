@@ -14,7 +14,7 @@ from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.encode import Skipped
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.readers import BadDocument, describe_location
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import read_lines
 from titanlite.launch.layout import cores
@@ -28,11 +28,12 @@ def main() -> None:
     options = _parse()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("titanlite").setLevel(logging.INFO)
+    tokenizer = load_tokenizer(str(options.tokenizer), "--tokenizer", options.add_bos)
     try:
         manifest = prepare(
             options.input,
             options.output,
-            load_tokenizer(str(options.tokenizer), "--tokenizer", options.add_bos),
+            tokenizer,
             text_key=options.text_key,
             append_eos=options.append_eos,
             workers=options.workers,
@@ -42,7 +43,7 @@ def main() -> None:
         )
     except BadDocument as error:
         raise UserError(f"{error}\n--on-error skip skips such entries, lists them, and continues from here") from None
-    _report(manifest, options)
+    _report(manifest, options, tokenizer)
 
 
 def _parse() -> argparse.Namespace:
@@ -65,7 +66,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _report(manifest: dict[str, Any], options: argparse.Namespace) -> None:
+def _report(manifest: dict[str, Any], options: argparse.Namespace, tokenizer: LoadedTokenizer) -> None:
     output = options.output
     print(f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens, {len(manifest['shards'])} shards in {output}")
     if manifest["skipped"]:
@@ -76,3 +77,7 @@ def _report(manifest: dict[str, Any], options: argparse.Namespace) -> None:
     print(f'training.dataset_path = "{os.path.abspath(output)}"')
     if options.add_bos is not None:
         print(f"training.add_bos = {json.dumps(options.add_bos)}")
+    end = tokenizer.spelled([tokenizer.end_of_text])
+    if not options.append_eos:
+        end = f"nothing; --append-eos ends them with {end}, as training does with text that it tokenizes itself"
+    print(f"texts begin with {tokenizer.spelled(tokenizer.beginning)} and end with {end}")

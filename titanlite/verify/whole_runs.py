@@ -107,7 +107,7 @@ def open_random(prefix: Path, config: Config) -> Data:
             writer.lengths.append(length)
         writer.close()
     dist.barrier()
-    source = TokenSource(Source(path=str(prefix)), "random", [TokenFile(prefix)], "random", {})
+    source = TokenSource(Source(path=str(prefix)), "random", [TokenFile(prefix)], "random")
     return Data([source], config.training, "no tokenizer", np.ones(vocabulary, np.int64), "training.sources")
 
 

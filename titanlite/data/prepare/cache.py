@@ -44,7 +44,10 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
 
     Names, sizes and modification times show whether the text has changed; a start does not read its contents again.
     """
-    stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
+    inputs = list_inputs([path], f"{key} =")
+    if not all(entry.stamp for entry in inputs):
+        log.warning("%s: its server gives no time or checksum: a change that keeps the size of a file is not noticed", path)
+    stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in inputs]
     template = load_template(assets) if assets else None
     edges = str([loaded.beginning, loaded.end_of_text])  # which tokenizer_config.json decides, not tokenizer.json alone
     name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", edges, *stamps)

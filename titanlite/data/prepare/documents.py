@@ -24,6 +24,11 @@ _UNITS = 128  # the number of units for a small input, so that every worker gets
 # files about the data
 _ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_dict", "dataset_info", "dataset_infos"}
 _NAMED_AT_MOST = 50  # files left out that one message names
+# What fsspec's file systems call the version of a file: checksums (HTTP, S3, Hugging Face, GitHub), then times.
+_STAMPS = (
+    *("ETag", "etag", "Content-MD5", "Digest", "blob_id", "xet_hash", "sha"),
+    *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "modificationTime", "modify", "created"),
+)
 
 
 class Input(NamedTuple):
@@ -31,7 +36,7 @@ class Input(NamedTuple):
 
     path: str  # absolute for a local file
     size: int | None  # approximate bytes; None for a URL that does not say
-    stamp: str  # differs when the input has changed: modification time, version or fingerprint
+    stamp: str  # differs when the input has changed: modification time, version or fingerprint; "" for a URL that gives none
     parts: list[InputRange]
 
 
@@ -97,15 +102,14 @@ def _find(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
         if os.path.exists(path):
             _refuse_unknown(path, key)
             return [_find_file(path)]
-        if "**" in path:  # glob passes over folders that it cannot read
-            for folder in filter(os.path.isdir, glob.glob(path.partition("**")[0])):
-                _files_of(folder)
-        matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []  # not a link that leads nowhere
+        # the name alone is a pattern: the working folder may have brackets in its own
+        pattern = os.path.normpath(os.path.join(glob.escape(os.getcwd()), name))
+        matches, links = _matches(pattern) if glob.has_magic(name) else (set(), set())  # not a link that leads nowhere
         datasets = {match for match in matches if _is_dataset(match)}
-        # a folder among them is not walked: it is left out by name, except with "**", which matches its files too
-        files = [match for match in matches if match not in datasets and not ("**" in path and os.path.isdir(match))]
-        chosen = datasets.union(_known(files, name, key, warn, bool(datasets)))
-        inputs = [_find_dataset(match) if match in datasets else _find_file(match) for match in matches if match in chosen]
+        # a folder among them is not walked: it is left out by name, except where "**" matches what is in it too
+        files = matches - datasets - {os.path.dirname(match) for match in matches}
+        chosen = datasets.union(_known([*files, *links], name, key, warn, bool(datasets)))
+        inputs = [_find_dataset(match) if match in datasets else _find_file(match) for match in sorted(chosen)]
     except OSError as error:
         raise UserError(f"{key} {name}: {error.filename} cannot be read: {error.strerror}") from None
     if not inputs:
@@ -129,7 +133,7 @@ def _known(files: list[str], name: str, key: str, warn: Callable[[str], object],
     if left_out and not known and not others:
         raise UserError(listed(f'{key} "{name}": has no file of a known kind:', left_out, known_kinds()))
     if left_out:
-        warn(listed(f'{key} "{name}": left out, since their kind is unknown or they only describe the data:', left_out))
+        warn(listed(f'{key} "{name}": left out: folders, links to them, unknown kinds, files about the data:', left_out))
     return known
 
 
@@ -139,23 +143,37 @@ def _find_in_folder(path: Path, key: str, warn: Callable[[str], object]) -> list
     if saved := sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder))):  # the splits of one, or several
         raise UserError(f"{key} {path}: holds the datasets {', '.join(saved)}; name one, such as {path / saved[0]}")
     # a link to a folder is not followed, and one may lead nowhere: they are left out by name, or refused
-    files = [str(file) for file in sorted(_files_of(str(path))) if file.is_file() or file.is_symlink()]
+    found = [Path(each) for _, links, files in _walk(str(path)) for each in (*links, *files)]
+    files = [str(file) for file in sorted(found) if file.is_file() or file.is_symlink()]
     if not files:
         raise UserError(f"{key} {path}: the folder has no files")
     return [_find_file(file) for file in _known(files, str(path), key, warn)]
 
 
-def _files_of(folder: str) -> list[Path]:
-    """The files, and links to folders, under a folder, without hidden ones: a clone brings .git, a download .cache.
+def _matches(pattern: str) -> tuple[set[str], set[str]]:
+    """(what a pattern matches, the links to folders that its `**` does not follow: files would have several names)."""
+    head, recursive, rest = f"{pattern}/".partition("/**/")
+    if not recursive:
+        return set(glob.glob(pattern)), set()
+    found, links = set[str](), set[str]()
+    for root in filter(os.path.isdir, glob.glob(f"{head}/")):
+        for folder, linked, _ in _walk(root):
+            inner, further = _matches(os.path.join(glob.escape(folder), rest.rstrip("/") or "*"))
+            found |= inner
+            links |= further.union(linked)
+    return found - links, links
+
+
+def _walk(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """(a folder, its links to folders, its files), for a folder and all below it, without hidden ones: a clone brings .git, a
+    download .cache.
 
     Raises OSError for a folder that cannot be read: a part of the data would be missing, and nothing would say so.
     """
-    found: list[Path] = []
     for above, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        links = [name for name in folders if os.path.islink(os.path.join(above, name))]
-        found += [Path(above, name) for name in (*names, *links) if not name.startswith(".")]
-    return found
+        files = [os.path.join(above, name) for name in names if not name.startswith(".")]
+        yield above, [path for name in folders if os.path.islink(path := os.path.join(above, name))], files
 
 
 def _raise(error: OSError) -> None:
@@ -219,8 +237,7 @@ def _find_urls(name: str, key: str, warn: Callable[[str], object]) -> list[_Entr
 
 def _find_url(system: Any, url: str) -> _Entry:
     info = system.info(system._strip_protocol(url))
-    names = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
-    stamp = next((str(info[name]) for name in names if info.get(name)), "")
+    stamp = next((str(info[name]) for name in _STAMPS if info.get(name)), "")
     return url, _kind(url), info.get("size"), stamp
 
 
@@ -244,13 +261,13 @@ def _split_lines(path: str, size: int, target: int) -> Iterator[InputRange]:
 
 
 def _split_row_groups(path: str, size: int, target: int) -> Iterator[InputRange]:
-    pyarrow, parquet = need("pyarrow", path), need("pyarrow.parquet", path)
+    parquet = need("pyarrow.parquet", path)
     with open_bytes(path) as file:
         try:
             about = parquet.ParquetFile(file).metadata
             sizes = [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
-        except (pyarrow.ArrowException, OSError):
-            yield InputRange(path, "parquet", 0, 0, size)  # the reader will report the fault
+        except Exception:  # damage, or what a file system raises: the reader will report the fault
+            yield InputRange(path, "parquet", 0, 0, size)
             return
     first = total = 0
     for number, one in enumerate(sizes):

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from titanlite.data.blocks import BLOCK
 from titanlite.ground.errors import UserError
-from titanlite.ground.untrusted import MIB, Count, FileName, FileSchema, read_json, validated
+from titanlite.ground.untrusted import MIB, Absent, Count, FileName, FileSchema, Unread, read_json, validated
 
 MANIFEST = "manifest.json"
 SEAL = "xxh3_128"  # the entry with the checksum of all others
@@ -48,10 +48,16 @@ class _Manifest(FileSchema):
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of token files. Raises UserError."""
     path = folder / MANIFEST
-    manifest = read_json(path, FileSchema, _LIMIT)
-    if manifest.get(SEAL) != _seal(manifest):
-        raise UserError(f"{path}: wrong checksum: it is damaged, or titanlite 0.1 wrote it; tokenize the text again")
-    validated(_Manifest, manifest, str(path))
+    try:
+        manifest = read_json(path, FileSchema, _LIMIT)
+        if manifest.get(SEAL) != _seal(manifest):
+            raise UserError(f"{path}: wrong checksum")
+        validated(_Manifest, manifest, str(path))
+    except (Absent, Unread):
+        raise
+    except UserError as error:
+        remedy = f"tokenize the text again. A folder of text with a {MANIFEST}: name the files, such as {folder}/*.jsonl"
+        raise UserError(f"{error}: damaged, of titanlite 0.1, or of another program; {remedy}") from None
     return manifest
 
 

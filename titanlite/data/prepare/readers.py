@@ -191,12 +191,15 @@ def _lines_or_array(lines: Iterator[bytes], text_key: str) -> Iterator[Document 
         if not (line := next(lines, b"")):
             return
         begin.append(line)
-    with contextlib.suppress(ValueError):
-        if isinstance(_parsed(b"".join(begin)), dict):
-            yield from _entries(itertools.chain(begin, lines), text_key)
-            return
+    first = None
+    with contextlib.suppress(ValueError):  # of the parser alone: what reading raises is no fault of the JSON
+        first = _parsed(b"".join(begin))
+    if isinstance(first, dict):
+        yield from _entries(itertools.chain(begin, lines), text_key)
+        return
+    content = b"".join(itertools.chain(begin, lines))
     try:
-        value = _parsed(b"".join(itertools.chain(begin, lines)))
+        value = _parsed(content)
     except ValueError as error:
         yield Bad(None, str(error))
         return
