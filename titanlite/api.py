@@ -35,7 +35,6 @@ from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.open_model import build
 
 _SCRIPT = Path(__file__).parents[1] / "run_train.sh"  # sets what makes ranks faster; an installed wheel has none
-_ARGUMENTS = ("the argument assets", "name =")  # for messages, where commands have --assets and --model
 _LAST_LINES = 30  # of the log, in the message of a run that has failed
 
 
@@ -184,12 +183,12 @@ class Run:
         exported = self._opened(checkpoint, name, assets)
         tokenizer = exported.tokenizer()
         if tokenizer is None:
-            raise UserError(f"{self.folder}: has no tokenizer; name its folder with {_ARGUMENTS[0]}")
+            raise UserError(f"{self.folder}: has no tokenizer; name its folder with assets=")
         return continue_texts(_loaded(exported), tokenizer, prompts, max_new_tokens, sampling or Sampling())
 
     def _opened(self, checkpoint: Path | None, name: str, assets: str | Path) -> Exported:
         stored = Stored(checkpoint or self.checkpoints()[-1])
-        return Exported(stored, torch.float32, str(assets), name, _ARGUMENTS)
+        return Exported(stored, torch.float32, str(assets), name)
 
 
 def _loaded(exported: Exported) -> Decoder:

@@ -175,7 +175,7 @@ def train(
                 steps = unread.read()
                 newest = saver.newest() if saver and incidents.are_bad(steps) else None  # waits for an unfinished save
                 bad = incidents.judge(steps, newest, loss_scale.scale.item() if loss_scale else None)
-            if bad:  # removes later reports and checkpoints, and skips the bad samples
+            if bad:  # sets later reports aside, removes later checkpoints, and skips the bad samples
                 with clock.phase(step, "going back", "rollback"), longer_than_a_step():
                     restored = load()[0]
                     float8.measure_weights(model)

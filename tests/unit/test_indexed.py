@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.token_files import write_file
+from titanlite.data import blocks
 from titanlite.data.blocks import BLOCK, Array, BlockFile, sums_of
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.prepare.shards import write_index
@@ -273,11 +274,12 @@ def _flip(tmp_path, at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "cache", "remedy"),
-    [(0, "elsewhere", "copy the file again"), (1, ".", "remove {}/a.bin, which"), (2, "..", "remove {}, which")],
+    ("number", "made", "remedy"), [(0, "elsewhere", "copy"), (1, "tokens-", "copy"), (2, "", "remove {}, which the next")]
 )
-def test_a_damaged_block_is_named_when_it_is_read_and_only_then(tmp_path, written, monkeypatch, number, cache, remedy):
-    monkeypatch.setenv("TITANLITE_CACHE", str((tmp_path / cache).resolve()))
+def test_a_damaged_block_is_named_when_it_is_read_and_only_then(tmp_path, written, monkeypatch, number, made, remedy):
+    """A folder that titanlite has made in its cache is removed, and no other one."""
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / made if made == "elsewhere" else tmp_path.parent))
+    monkeypatch.setattr(blocks, "CACHED", (made or tmp_path.name,))
     _flip(tmp_path, number * BLOCK + 5)
     array = _array(tmp_path, written)
     for other in {0, 1, 2} - {number}:

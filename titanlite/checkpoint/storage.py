@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ def checked_file(path: str | os.PathLike) -> Iterator[_Checked]:
         try:
             yield file
         except Exception as error:  # torch.save may replace the error of the disk: "unexpected pos 704 vs 598"
-            os.unlink(path)  # a full disk needs the room
+            with suppress(OSError):  # of a disk that takes nothing any more
+                os.unlink(path)  # a full disk needs the room
             raise file.failure or error from None
 
 

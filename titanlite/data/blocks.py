@@ -23,6 +23,7 @@ from titanlite.ground.untrusted import open_file, read_bytes
 
 _SHIFT = 20
 BLOCK = 2**_SHIFT
+CACHED = TOKENS, PACKING = "tokens-", "packing-"  # how names of folders in the cache begin
 
 
 def sums_of(path: Path) -> Path:
@@ -49,9 +50,9 @@ class BlockFile:
     @property
     def _remedy(self) -> str:
         """Of damage. In the cache, the same text finds the same folder again, damaged as it is."""
-        kept, path = cache_folder().absolute(), self.path.absolute()
-        if kept in path.parents:
-            return f"remove {kept / path.relative_to(kept).parts[0]}, which the next start makes again"
+        folder = self.path.absolute().parent
+        if folder.parent == cache_folder().absolute() and folder.name.startswith(CACHED):
+            return f"remove {folder}, which the next start makes again"
         return "copy the file again, or tokenize the text again"
 
     def require_sums(self) -> None:

@@ -94,29 +94,25 @@ def items_of(
     return list(items.values())
 
 
+_OPTION = "--assets, in Python assets="  # names the folder of the tokenizer
+
+
 class Exported:
     """The weights of a checkpoint by their names in the model, with adapters merged, in the dtype of the export.
 
     dtype: of all floating-point parameters; None: the stored dtypes. assets: replaces the model.hf_assets_path of the run.
-    named: the module that the user's command names as the model's. options: what the user names these two by, for messages.
-    Raises UserError if the family has changed since the checkpoint was saved.
+    named: the module that the user names as the model's. Raises UserError if the family has changed since the checkpoint was
+    saved.
     """
 
-    def __init__(
-        self,
-        stored: Stored,
-        dtype: torch.dtype | None = None,
-        assets: str = "",
-        named: str = "",
-        options: tuple[str, str] = ("--assets", "--model"),
-    ):
-        self.stored, self._dtype, self._given, self._option = stored, dtype, assets, options[0]
+    def __init__(self, stored: Stored, dtype: torch.dtype | None = None, assets: str = "", named: str = ""):
+        self.stored, self._dtype, self._given = stored, dtype, assets
         cfg = stored.manifest.numbers["config"].get("model")
         if cfg is None:
             raise UserError(f"{stored.source}: its manifest does not name a model")
-        model = trusted(stored_config({"model": cfg}, stored.source), stored.source, named, options[1]).model
+        model = trusted(stored_config({"model": cfg}, stored.source), stored.source, named).model
         self.assets = assets or model.hf_assets_path
-        self.family = stored_family(model, assets, self._option)
+        self.family = stored_family(model, assets, _OPTION)
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
             raise UserError(listed(f"{stored.source}: {model.title} has changed since it was saved:", changed))
         if rank_and_world()[0] == 0:
@@ -140,7 +136,7 @@ class Exported:
         absent = self.assets and not (Path(self.assets) / "tokenizer.json").is_file()
         if absent and not (self._given or numbers["data"].get("tokenizer")):
             return None
-        return tokenizer_of_run(self.stored.source, numbers, self.assets, self._option)
+        return tokenizer_of_run(self.stored.source, numbers, self.assets, _OPTION)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of an exported weight. A buffer, the bias of a router, loses no precision: transformers has it in float32."""

@@ -97,10 +97,10 @@ class OwnCode:
         Sums and numbers are added over the ranks that return a name: so a mean over tokens or over values is that of the whole
         batch or model on every mesh. Each hook gets what was added before it: it may send all of a report elsewhere.
         """
-        from titanlite.parallel.fsdp import evaluating  # not at the top: a check needs no FSDP
-
         added: dict[str, float | None] = {}
         if self._metrics:
+            from titanlite.parallel.fsdp import evaluating  # not at the top: a check needs no FSDP
+
             with evaluating(model):
                 microbatches = [to_microbatch(model, each) for each in batch.microbatches()]
                 found = [(part, part.numbers(model, microbatches)) for part in self._metrics]

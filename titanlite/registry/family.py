@@ -91,11 +91,13 @@ class Family(NamedTuple):
         return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
 
 
-def _text(value: Any) -> Any:
-    """A value that JSON does not have. The repr of a function has its address, and that of a set an order of this process."""
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=lambda each: json.dumps(each, default=_text))
-    return f"{value.__module__}.{value.__qualname__}" if inspect.isfunction(value) or inspect.isbuiltin(value) else repr(value)
+def _text(value: Any) -> str:
+    """The repr of a value, without the address of a function and the order of a set, which differ in each process."""
+    if value and isinstance(value, set | frozenset):
+        inside = ", ".join(sorted(map(_text, value), key=lambda text: (len(text), text)))
+        return f"frozenset({{{inside}}})" if isinstance(value, frozenset) else f"{{{inside}}}"
+    named = " at 0x" in repr(value) and (inspect.isfunction(value) or inspect.isbuiltin(value))
+    return f"{value.__module__}.{value.__qualname__}" if named else repr(value)
 
 
 class BrokenModule(UserError):
@@ -153,14 +155,15 @@ def vocabulary_of(keys: Model) -> int:
     return family_of(keys).config.vocab_size
 
 
-def trusted(config: Config, source: Path, named: str, option: str = "--model") -> Config:
+def trusted(config: Config, source: Path, named: str) -> Config:
     """The configuration in a file, if its model may be imported: no name from a file decides which code runs.
 
-    named: the module that the user's command names instead, by `option`. Without it, the model must be a family of the folder
-    models/. Raises UserError.
+    named: the module that the user names instead; without it, the model must be a family of the folder models/. Raises
+    UserError.
     """
     if not named and config.model.name not in family_names():
-        remedy = f"no code that a file names is run; if you trust it, add {option} {config.model.name}"
+        option = f"--model {config.model.name}, in Python name={config.model.name!r}"
+        remedy = f"no code that a file names is run; if you trust it, add {option}"
         raise UserError(f"{source}: its model is {config.model.name!r}, not a family of models/; {remedy}")
     return config.model_copy(update={"model": config.model.model_copy(update={"name": named or config.model.name})})
 

@@ -110,7 +110,7 @@ def main() -> None:
             raise UserError(f"{model}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
         flavors = [flavor] if flavor else list(module.FLAVORS)
         if known.coordinates:  # of one flavor, without the others, which may refuse these overrides
-            chosen = choose_small(name, module, flavors) or flavors[0]
+            chosen = choose_small(name, module, flavors, overrides) or flavors[0]
             family = family_of_flavor(name, module, chosen, overrides)
             print(f"{Model(name=name, flavor=chosen, overrides=overrides).title} trained at four widths")
             sys.exit(_check_coordinates(family, known.output))

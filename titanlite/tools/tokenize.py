@@ -80,4 +80,5 @@ def _report(manifest: dict[str, Any], options: argparse.Namespace, tokenizer: Lo
     end = tokenizer.spelled([tokenizer.end_of_text])
     if not options.append_eos:
         end = f"nothing; --append-eos ends them with {end}, as training does with text that it tokenizes itself"
-    print(f"texts begin with {tokenizer.spelled(tokenizer.beginning)} and end with {end}")
+    texts = "texts, except chats, which end as their template says," if manifest["chats"] else "texts"
+    print(f"{texts} begin with {tokenizer.spelled(tokenizer.beginning)} and end with {end}")

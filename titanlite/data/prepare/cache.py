@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from titanlite.data.blocks import PACKING, TOKENS
 from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
 from titanlite.data.prepare.chat import load_template
@@ -63,7 +64,7 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
             shutil.rmtree(unfinished_path(folder), ignore_errors=True)
             raise
 
-    folder = cache_folder() / f"tokens-{name}"
+    folder = cache_folder() / f"{TOKENS}{name}"
     _cached(folder, make, read_manifest)
     return folder
 
@@ -78,7 +79,7 @@ def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
         sync_contents(folder)
 
     key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
-    return _cached(cache_folder() / f"packing-{key}", make, lambda folder: Packing(folder / "rows.npy", file))
+    return _cached(cache_folder() / f"{PACKING}{key}", make, lambda folder: Packing(folder / "rows.npy", file))
 
 
 def train_tokenizer(documents: Iterable[str]) -> Tokenizer:

@@ -126,7 +126,11 @@ def _refuse_unknown(path: str, key: str) -> None:
 
 def _known(files: list[str], name: str, key: str, warn: Callable[[str], object], others: bool = False) -> list[str]:
     """The files of a folder or pattern that are data; `warn` gets the names of the rest. others: more inputs exist."""
-    known = [file for file in files if kind_of(file) and plain_name(file).rpartition("/")[2].partition(".")[0] not in _ABOUT]
+    known = [
+        file
+        for file in files
+        if kind_of(file) and plain_name(file).rpartition("/")[2].partition(".")[0] not in _ABOUT and not os.path.isdir(file)
+    ]
     left_out = sorted(set(files) - set(known))
     if more := left_out[_NAMED_AT_MOST:]:
         left_out[_NAMED_AT_MOST:] = [f"and {len(more)} more"]
