@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.published import FILE, Dimensions, Run, parse_models, read
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.plan.shape import Layer, Matrix, Shape
-from titanlite.plan.time import Choice, Device, Job, devices, step
+from titanlite.plan.time import Choice, Device, Job, Stages, devices, step
 from titanlite.registry.family import load_family
 
 # The share of a device's peak that other attention kernels reach than those of devices.toml. FlashAttention's on an A100 is
@@ -22,6 +22,9 @@ ATTENTION = {
     "FlashAttention": {"a100": 0.26, "h100": 0.26 * 312 * 1.54 / 989},
     "FlashAttention-2": {"h100": 0.27, "h200": 0.27},
 }
+# The machine of torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, beside an H100 of 80 GB: HBM2e of 2.4 TB/s, and 500 W
+# instead of 700 W. attention: FlashAttention-2's, fitted with matmul.
+H100_96GB = {"memory_gib": 94.0, "memory_gb_per_second": 2400.0, "matmul": 0.48, "attention": 0.24}
 
 
 class Scored(NamedTuple):
@@ -68,8 +71,8 @@ def group_of(run: Run, job: Job) -> str:
 
 
 def device_of(run: Run, known: dict[str, Device]) -> Device | None:
-    name = "h100-96gb" if run.device_detail.startswith("96 GB HBM2e") else run.device.lower()
-    changes: dict[str, float] = {}
+    name = run.device.lower()
+    changes: dict[str, float] = {**H100_96GB} if run.device_detail.startswith("96 GB HBM2e") else {}
     if run.internode_gbps_per_gpu:
         changes["network_gb_per_second"] = run.internode_gbps_per_gpu / 8
     if run.attention:
@@ -99,12 +102,13 @@ def unsupported(run: Run, known: dict[str, Device], speed: float | None) -> str:
 def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) -> tuple[Job, Choice]:
     mesh, device = run.mesh, device_of(run, known)
     assert device and run.micro_batch
-    stages = mesh.vpp or STAGES_OF_A_RANK.get(mesh.schedule, 1)
+    stages = mesh.pp * (mesh.vpp or STAGES_OF_A_RANK.get(mesh.schedule, 1))
     choice = Choice(
-        mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep, stages, run.micro_batch, run.recompute
+        mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep, mesh.schedule, run.micro_batch, run.recompute
     )
+    shape = shape_of(run, models)
     job = Job(
-        shape_of(run, models),
+        shape,
         device,
         run.gpus_per_node or 8,
         run.seq_len,
@@ -119,8 +123,17 @@ def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) ->
         reduce_bytes=2 if run.gradient_reduction == "bfloat16" else 4,
         gathered=1 if run.float8_gather else 2,
         once=run.zero == 1,
+        stages=lambda ranks, _: equal_stages(shape, ranks, stages),
     )
     return job, choice
+
+
+def equal_stages(shape: Shape, ranks: int, stages: int) -> Stages:
+    """As many blocks in each, as these programs have them, or one more in the first ones, and the head in the last one."""
+    blocks = [shape.depth // stages + (stage < shape.depth % stages) for stage in range(stages)]
+    matmuls = sum(often * layer.multiplied(shape.dim) for layer, often in shape.layers)
+    costs = [each * (matmuls + shape.attention / 6) / shape.depth for each in blocks]
+    return Stages.of(blocks, [*costs[:-1], costs[-1] + shape.vocab * shape.dim], ranks)
 
 
 def shape_of(run: Run, models: dict[str, Dimensions]) -> Shape:

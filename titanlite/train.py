@@ -199,6 +199,10 @@ def train(
                     with clock.phase(step, "writing samples", "samples"):
                         reporter.samples(step, sample_texts(model, config, tokenizer))
             validated = True
+        if step <= first + 1 or validating:  # graphs of the first step, of warm state, of a pass without gradients
+            recompilations.settle()
+        elif reporting:
+            recompilations.check(step)
         if reporting:
             values = {"loss_mean": progress.loss_mean, "loss": steps[-1].loss, "grad_norm": steps[-1].norm}
             values |= {"further_loss": steps[-1].further} if training.predict_further else {}
@@ -209,7 +213,8 @@ def train(
             values |= own_code.values(step, values, model, batch)
             reporter.report(step, values)
             log.info(console_line(step, training.steps, values))
-            clock.restart()
+            outlook.report(values, recompilations.recompilations)
+            clock.restart()  # so that what reporting took is no training
         if saver and saving:
             with clock.phase(step, "saving", "save"):  # for as long as training waits
                 progress = progress._replace(stream=stream_at(batches.state, progress.samples, mesh))
@@ -219,12 +224,6 @@ def train(
             saver.poll()
         if step == first:
             process.set_timeout(config.comm.train_timeout_seconds, group_of_saver)
-        if step <= first + 1 or validating:  # graphs of the first step, of warm state, of a pass without gradients
-            recompilations.settle()
-        elif reporting:
-            recompilations.check(step)
-        if reporting:
-            outlook.report(values, recompilations.recompilations)
     gc.enable()
     if stopping:
         log.info("stopping after step %d: %s%s", progress.step, stopping, "" if saver else "; nothing is saved")

@@ -118,11 +118,15 @@ def test_other_devices_and_ranks_log_nothing_and_an_unreadable_fork_logs_the_rea
 def test_the_mesh_of_a_configuration_is_what_the_plan_chooses_from():
     keys = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 4, "pipeline_parallel_schedule": "Interleaved1F1B"}
     config = config_of(parallelism=keys, activation_checkpoint={"mode": "full"})
-    assert choice_of(config, 32) == Choice(pp=2, dp_shard=4, tp=4, stages=2, microbatch=4, recompute="full")
+    assert choice_of(config, 32) == Choice(pp=2, dp_shard=4, tp=4, schedule="Interleaved1F1B", microbatch=4, recompute="full")
 
 
 def test_a_run_prints_one_line_after_its_20th_step(caplog, monkeypatch, group_of_one, tmp_path):
     monkeypatch.setattr(outlook, "entry", lambda _: "h200")
+    done: list[str] = []
+    predict, restart = outlook.job_of, Clock.restart
+    monkeypatch.setattr(outlook, "job_of", lambda *args: (done.append("predicted"), predict(*args))[1])
+    monkeypatch.setattr(Clock, "restart", lambda clock: (done.append("restarted"), restart(clock))[1])
     caplog.set_level(logging.INFO)
     config = Config.model_validate(
         {
@@ -135,4 +139,5 @@ def test_a_run_prints_one_line_after_its_20th_step(caplog, monkeypatch, group_of
     full_run({}, config)
     messages = [record.message for record in caplog.records]
     (number,) = (number for number, message in enumerate(messages) if message.startswith("step time "))
+    assert done[done.index("predicted") :] == ["predicted", "restarted", "restarted"], "what step 20 predicts is no training"
     assert messages[number - 1].startswith("step 20/21 ") and "slower than it could be: " in messages[number]

@@ -1,10 +1,13 @@
 """The search ranks planted bad meshes below good ones, and the error that `plan` prints is that of the published runs."""
 
+import contextlib
+import functools
 import itertools
 import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,20 +16,26 @@ from benchmarks.published import FILE, Dimensions, Run
 from titanlite.config.read import Faults, read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.parallel import mesh
+from titanlite.parallel import expert, mesh
+from titanlite.parallel.pipeline import stage_costs
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
+from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.report import RESERVE
 from titanlite.plan.search import NODE_SIZE, candidates, choices, keys_of
 from titanlite.plan.shape import ExpertShape, Shape
-from titanlite.plan.time import Choice, Job, all_to_all, forward, memory, step
+from titanlite.plan.step import simulated_ranks
+from titanlite.plan.time import LINK, Choice, Job, all_to_all, forward, memory, step
 from titanlite.plan.timeline import events
+from titanlite.registry.family import family_of
 from titanlite.tools import plan as tool
 from titanlite.tools.plan import read_job
+from titanlite.transforms.meta import on_meta
 
 ROOT = Path(__file__).parents[2]
 GOOD = Choice(dp_shard=32, tp=8, microbatch=16, recompute="full")
 
 
+@functools.cache
 def job(recipe="llama_70b", *words, device="h100") -> Job:
     return read_job(read_config(f"train_configs/{recipe}.toml", list(words)), device, 8)
 
@@ -95,6 +104,40 @@ def test_a_token_goes_once_to_a_rank_or_first_to_a_node_that_has_several_of_its_
     assert between > within and forward(job, few, mesh._replace(ep_node=2)).ep == pytest.approx(2 * (between + within))
 
 
+def test_gradients_of_experts_that_no_rank_splits_are_summed_over_tensor_parallelism():
+    """1,729 GiB in 32 microbatches, by titanlite estimate for Qwen 3 30B on dp_shard 8 x tp 2; with ep, experts are split."""
+    whole = Choice(dp_shard=8, tp=2, microbatch=4, recompute="full")
+    without_latency = OF_EXPERTS._replace(device=OF_EXPERTS.device.model_copy(update={"hop_microseconds": 1e-9}))
+    seconds = step(without_latency, whole).tp - step(without_latency, whole._replace(ep=2)).tp
+    microbatches = OF_EXPERTS.microbatches(whole)
+    sent = seconds * LINK * 1e9 * OF_EXPERTS.device.nvlink_gb_per_second / microbatches
+    assert sent / 2**30 == pytest.approx(1729 / 32, rel=0.01)
+
+
+def test_stages_of_one_node_send_over_its_links():
+    inside = Choice(pp=4, dp_shard=2)
+    assert step(OF_8B, inside).sends == step(slow_network(OF_8B), inside).sends
+    assert step(OF_8B, inside).sends < step(OF_8B._replace(node=4), inside).sends
+
+
+@pytest.mark.parametrize(
+    ("recipe", "schedule"), [("llama_8b", "1F1B"), ("gemma3_12b", "1F1B"), ("llama_8b", "Interleaved1F1B")]
+)
+def test_the_bubble_is_that_of_the_stages_that_a_run_makes(recipe, schedule):
+    of, choice, microbatches = job(recipe), Choice(pp=8, schedule=schedule), 32
+    seconds = step(of._replace(global_batch=microbatches), choice)
+    keys = {"parallelism.pipeline_parallel_degree": 8, "parallelism.pipeline_parallel_schedule": schedule}
+    config = read_config(f"train_configs/{recipe}.toml", []).with_keys(keys)
+    family = family_of(config.model)
+    costs = stage_costs(config, family, on_meta(family, config))
+    with simulated_ranks(8):
+        order = orders(schedule, 8, microbatches, len(costs))
+    busy = seconds.matmuls + seconds.attention + seconds.elementwise
+    assert seconds.bubble / (busy + seconds.bubble) == pytest.approx(
+        rehearse(order, costs, [2 * each for each in costs]).bubble, abs=0.02
+    )
+
+
 def test_candidates_divide_the_ranks_and_fit_and_are_sorted():
     found = candidates(JOB, 256, "tokens_per_second")
     assert found and all(each.choice.ranks == 256 for each in found)
@@ -119,6 +162,35 @@ def test_a_mesh_is_a_candidate_where_a_run_accepts_its_parts_of_a_sequence(tp, c
         refused = any("seq_len" in fault for fault in mesh.faults(config.model_copy(update=changed), 16))
         found = {(each.cp, each.tp) for each in choices(uneven._replace(seq_len=seq_len), 16)}
         assert ((cp, tp) in found) != refused, seq_len
+
+
+def test_a_microbatch_is_any_part_of_a_ranks_share_of_the_batch():
+    found = {each.microbatch for each in choices(OF_8B._replace(global_batch=8 * 15), 8) if each.replicas == 8}
+    assert found == {1, 3, 5, 15}
+
+
+CHUNKS = ("--activation_checkpoint.sequence_chunks", "2")
+# (options, a choice, what refuses it on any mesh)
+REFUSALS = {
+    "heads": ([], Choice(tp=8), "n_kv_heads = 4"),
+    "a degree that divides": ([], Choice(tp=2), ""),
+    "an option without effect": (CHUNKS, Choice(), "activation_checkpoint.sequence_chunks"),
+    "an option with effect": (CHUNKS, Choice(recompute="full"), ""),
+    "options that exclude each other": (CHUNKS, Choice(tp=2, recompute="full"), "tensor_parallel_degree"),
+    "experts before PyTorch 2.13": (["--model.name", "qwen3_moe"], Choice(ep=2), "needs PyTorch 2.13"),
+    "no experts": ([], Choice(ep=2), "no Experts"),
+    "more stages than blocks": ([], Choice(pp=64), "pipeline_parallel_degree = 64"),
+    "a fault of the configuration": (["--checkpoint.enable", "false", "--checkpoint.interval", "7"], Choice(), ""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_the_search_leaves_out_what_the_checks_of_a_run_refuse_on_any_mesh(name, monkeypatch):
+    """Without that, 40 meshes with the same refused degree were tried, and no other one."""
+    words, choice, named = REFUSALS[name]
+    monkeypatch.setattr(expert, "BEFORE_2_13", True)
+    reason = job("llama_124m", "--model.flavor", "debug", *words).refusal(choice)
+    assert named in reason and bool(reason) == bool(named)
 
 
 def test_a_mesh_fits_by_the_state_that_its_optimizer_keeps():
@@ -191,7 +263,7 @@ def test_none_which_no_file_with_a_base_can_say_is_not_left_out_of_the_output(tm
     "choice",
     [
         GOOD,
-        pytest.param(Choice(pp=4, dp_shard=8, tp=8, stages=2, microbatch=4, recompute="none"), id="Interleaved1F1B"),
+        pytest.param(Choice(pp=4, dp_shard=8, tp=8, schedule="Interleaved1F1B", microbatch=4), id="Interleaved1F1B"),
     ],
 )
 def test_a_trace_ends_with_the_predicted_step_and_its_rows_do_not_overlap(choice):
@@ -212,7 +284,9 @@ def test_a_trace_ends_with_the_predicted_step_and_its_rows_do_not_overlap(choice
 
 def test_a_trace_is_of_the_trace_event_format():
     """Fields and types as "Trace Event Format" (Google, 2016) has them: complete events, and metadata that names their rows."""
-    drawn = json.loads(json.dumps(events(JOB, Choice(pp=4, dp_shard=8, tp=8, stages=2, microbatch=4)), allow_nan=False))
+    drawn = json.loads(
+        json.dumps(events(JOB, Choice(pp=4, dp_shard=8, tp=8, schedule="Interleaved1F1B", microbatch=4)), allow_nan=False)
+    )
     types = {"name": str, "ph": str, "pid": int, "tid": int}
     of_phase = {"X": types | {"ts": float, "dur": float}, "M": types | {"args": dict}}
     named = set()
@@ -248,6 +322,22 @@ def test_where_no_mesh_fits_the_command_ends_with_1(capsys, monkeypatch):
     assert ended.value.code == 1 and "no mesh of 8 x h100 fits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tried", [2, 40])
+def test_a_recomputation_that_is_refused_on_a_mesh_does_not_end_the_search(tried, capsys, monkeypatch):
+    def check(config: Config, *_: Any, **__: Any) -> None:
+        if (mode := config.activation_checkpoint.mode) != "full":
+            raise Faults("", [f"{mode} on {config.parallelism.data_parallel_shard_degree}"])
+
+    monkeypatch.setattr(tool, "check", check)
+    monkeypatch.setattr(tool, "_TRIED", tried)
+    monkeypatch.setattr(tool, "predicted", lambda *_: 0)
+    monkeypatch.setattr(sys, "argv", ["plan", "train_configs/llama_124m.toml", "--model.flavor", "debug", "--gpus", "2"])
+    with contextlib.suppress(SystemExit):
+        tool.main()
+    out = capsys.readouterr().out
+    assert "recompute full: " in out if tried == 40 else "gave up after 2 of " in out
+
+
 def test_a_fault_that_every_mesh_has_is_one_of_the_configuration(monkeypatch):
     values = {"model.name": "tests.tiny", "model.flavor": "plain", "training.mixed_precision_param": "bfloat16"}
     words = [word for key, value in {**values, "training.global_batch_size": "64"}.items() for word in (f"--{key}", value)]
@@ -275,10 +365,22 @@ def test_the_error_that_is_printed_is_the_score(monkeypatch):
     assert len(scored) + len(left) == 350
 
 
-@pytest.mark.parametrize("recipe", ["llama_8b_128k", "llama_405b", "deepseek_v3", "gemma3_12b", "qwen3_30b_a3b"])
-def test_the_sum_of_a_ranks_memory_is_near_the_estimate_of_the_recipe(recipe):
+STAGES_OF_8B = "--parallelism.pipeline_parallel_degree 4 --parallelism.data_parallel_shard_degree 2"
+FULL = "--activation_checkpoint.mode full"
+# (options, ranks, GiB by titanlite estimate RECIPE OPTIONS --ranks RANKS)
+ESTIMATED = [
+    ("llama_8b", f"--parallelism.fsdp_reshard_after_forward never {FULL}", 8, 38.7),
+    ("llama_8b", f"{STAGES_OF_8B} --parallelism.pipeline_parallel_schedule GPipe", 8, 142.3),
+    ("qwen3_30b_a3b", f"--parallelism.tensor_parallel_degree 4 --parallelism.expert_parallel_degree 1 {FULL}", 32, 61.9),
+]
+RECIPES = ["llama_8b_128k", "llama_405b", "deepseek_v3", "gemma3_12b", "qwen3_30b_a3b"]
+
+
+@pytest.mark.parametrize(("recipe", "words", "ranks", "measured"), [*((recipe, "", 0, 0) for recipe in RECIPES), *ESTIMATED])
+def test_the_sum_of_a_ranks_memory_is_near_the_estimate(recipe, words, ranks, measured):
     path = Path(f"train_configs/{recipe}.toml")
-    measured, ranks = map(int, re.search(r"Memory a rank: (\d+) GiB .*--ranks (\d+)", path.read_text()).groups())
-    config = read_config(path, [])
+    if not words:
+        measured, ranks = map(int, re.search(r"Memory a rank: (\d+) GiB .*--ranks (\d+)", path.read_text()).groups())
+    config = read_config(path, words.split())
     of = job_of(config, "h100", 8, config.training.global_batch_size)
     assert memory(of, choice_of(config, ranks)) / 2**30 == pytest.approx(measured, rel=MEMORY_ERROR)

@@ -1,23 +1,34 @@
 """What the model of time knows of a configuration: the job, and the mesh that it describes; and how far it errs."""
 
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from models.decoder import Decoder
+from titanlite.config import effects
 from titanlite.config.effects import EffectiveWhen, Hardware
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
+from titanlite.loop.checks import CHECKS
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
-from titanlite.parallel.pipeline import STAGES_OF_A_RANK
+from titanlite.parallel.pipeline import split_layers, stage_costs
+from titanlite.plan.search import keys_of
 from titanlite.plan.shape import Shape
-from titanlite.plan.time import Choice, Job, device_named
-from titanlite.registry.family import family_of
+from titanlite.plan.time import Choice, Job, Stages, device_named, one_stage
+from titanlite.registry.check import Check, Subject, found_by
+from titanlite.registry.family import Family, family_of
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 
 # Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
 ERRORS = {
     "a100 dense": (0.045, 0.109),
-    "b200 dense": (0.138, 0.217),
+    "b200 dense": (0.131, 0.191),
     "h100 dense": (0.104, 0.193),
-    "h100 MoE": (0.189, 0.393),
+    "h100 MoE": (0.199, 0.392),
     "h200 dense": (0.176, 0.380),
 }
 MEMORY_ERROR = 0.25  # the largest difference between `memory` and `titanlite estimate` over the recipes is 22%
@@ -29,6 +40,21 @@ _UNKNOWN = {
     "parallelism.reduce_every_microbatch = false": "gradients that are reduced once a step",
     'activation_checkpoint.selective_ac_option != "op"': "recomputation of some blocks only",
 }
+# The checks of a run that depend on what `plan` chooses -> the fields of a choice that each reads
+_READ = {
+    "limits": ("pp", "cp", "tp"),
+    "mesh": ("cp", "tp"),
+    "float8": ("cp", "microbatch"),
+    "context": ("cp", "tp"),
+    "experts": ("ep", "ep_node", "recompute"),
+    "sharding": ("tp",),
+    "activation checkpointing": ("cp", "tp", "recompute"),
+    "options": ("pp", "cp", "tp", "ep", "recompute"),
+    "FSDP2": ("dp_shard", "cp"),
+    "pipeline": ("pp", "schedule"),
+}
+_MOST = Choice(2, 2, 2, 2, 2, 2, recompute="full")  # all that a key may need to have an effect
+_CHECKS = (*CHECKS, Check("options", lambda s: effects.faults(s.config.idle(Hardware(torch.cuda.is_available())))))
 
 
 def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
@@ -53,6 +79,15 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         how = "is frozen, by lora.enable, optimizer.groups or the model itself"
         raise UserError(f"{frozen[0]}: {how}; plan does not know frozen weights; compare meshes with titanlite estimate")
     values = sum(p.numel() for _, p in parameters)
+
+    @functools.cache
+    def stages(degree: int, schedule: str) -> Stages:
+        if degree == 1:
+            return one_stage(degree, schedule)
+        changed = config.with_keys(keys_of(Choice(pp=degree, schedule=schedule)))
+        blocks = [len(names) for names in split_layers(changed, family, model)]
+        return Stages.of(blocks, stage_costs(changed, family, model), degree)
+
     return Job(
         Shape.of(family, model, training.seq_len),
         known,
@@ -68,7 +103,32 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
         item=item,
         gathered=1 if config.float8.enable and config.float8.enable_fsdp_float8_all_gather else item,
+        stages=stages,
+        refusal=refusals(config, family, model, torch.cuda.is_available() or not known.cpu_ranks),
     )
+
+
+def refusals(config: Config, family: Family, model: Decoder, cuda: bool) -> Callable[[Choice], str]:
+    """`Job.refusal` by the checks of a run, each asked once for the values that it reads. cuda: whether the run has a GPU.
+
+    Without it, `plan` met the same refusal in mesh after mesh, and gave up.
+    """
+    checks = {check.name: check.faults for check in _CHECKS if check.name in _READ}
+
+    @functools.cache
+    def faults(name: str, *values: Any) -> dict[str, None]:
+        part = Choice(**dict(zip(_READ[name], values, strict=True)))
+        changed = config.with_keys(keys_of(part))
+        subject = Subject(changed if name == "options" else changed.settled(Hardware(cuda)), part.ranks, None, False)
+        subject.family, subject.model = family, model
+        return dict.fromkeys(found_by(checks[name], subject))
+
+    def of(choice: Choice) -> Iterator[str]:
+        for name, fields in _READ.items():
+            found, least, most = (faults(name, *(getattr(each, key) for key in fields)) for each in (choice, Choice(), _MOST))
+            yield from (fault for fault in found if fault not in least or fault not in most)  # or it is the configuration's
+
+    return lambda choice: next(of(choice), "")
 
 
 def choice_of(config: Config, ranks: int) -> Choice:
@@ -80,7 +140,7 @@ def choice_of(config: Config, ranks: int) -> Choice:
     return Choice(
         **degrees,
         ep=cfg.expert_parallel_degree,
-        stages=STAGES_OF_A_RANK[cfg.pipeline_parallel_schedule] if degrees["pp"] > 1 else 1,
+        schedule=cfg.pipeline_parallel_schedule,
         microbatch=config.training.local_batch_size,
         recompute=mode,
         ep_node=cfg.expert_parallel_node_size,

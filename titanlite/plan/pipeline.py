@@ -41,7 +41,7 @@ def orders(schedule: str, ranks: int, microbatches: int, stages: int) -> list[li
         return _listed(schedule, ranks, microbatches, stages)
     forward = [[Action("F", rank, number) for number in range(microbatches)] for rank in range(ranks)]
     backward = [[Action("B", rank, number) for number in range(microbatches)] for rank in range(ranks)]
-    ahead = [microbatches if schedule == "GPipe" else min(microbatches, ranks - rank) for rank in range(ranks)]
+    ahead = [passes_ahead(schedule, ranks, microbatches, rank=rank) for rank in range(ranks)]
     return [
         [
             *first[:more],
@@ -50,6 +50,14 @@ def orders(schedule: str, ranks: int, microbatches: int, stages: int) -> list[li
         ]
         for first, last, more in zip(forward, backward, ahead, strict=True)
     ]
+
+
+def passes_ahead(schedule: str, ranks: int, microbatches: int, stages: int = 1, rank: int = 0) -> int:
+    """How many forward passes a rank has done before its first backward pass. stages: of a rank."""
+    if schedule in ("GPipe", "LoopedBFS"):
+        return microbatches * stages
+    # arXiv:2104.04473, section 2.2
+    return min(microbatches * stages, ranks - rank if stages == 1 else 2 * (ranks - rank - 1) + (stages - 1) * ranks + 1)
 
 
 def _listed(schedule: str, ranks: int, microbatches: int, stages: int) -> list[list[Action]]:

@@ -1,17 +1,20 @@
 """The meshes of so many ranks, by the predicted time of a step or by memory."""
 
+import functools
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from titanlite.parallel.mesh import DEGREES, equal_parts
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.plan.report import GIB
 from titanlite.plan.time import RECOMPUTE, Choice, Job, Seconds, memory, step
 
 Objective = Literal["tokens_per_second", "memory"]
-_MICROBATCHES = (1, 2, 4, 8, 16)
+_LARGEST = 64  # sequences of a microbatch
 _SHORTEST = 1024  # tokens of a rank: with fewer, context parallelism splits what is short already
-SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}  # by the stages of a rank
+_SCHEDULES = ("1F1B", "Interleaved1F1B")  # the others hold all microbatches, and have no smaller bubble
 _COSTS = {
     "matmuls": "in matmuls",
     "attention": "in attention",
@@ -41,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(job: Job, ranks: int, objective: Objective) -> list[Candidate]:
-    """Every choice that divides the model and, roughly, fits the memory, the best first."""
+    """Every choice that, roughly, fits the memory, the best first."""
     sizes = ((choice, memory(job, choice)) for choice in choices(job, ranks))
     found = [Candidate(choice, step(job, choice), size) for choice, size in sizes if size <= room_of(job)]
     return sorted(found, key=lambda each: each.memory if objective == "memory" else each.seconds.total)
@@ -53,11 +56,11 @@ def room_of(job: Job) -> float:
 
 
 def choices(job: Job, ranks: int) -> Iterator[Choice]:
-    """Every choice that divides the ranks, the model and the batch."""
-    shape = job.shape
-    experts = [layer.experts.number for layer, _ in shape.layers if layer.experts]
+    """Every choice that divides the ranks, the batch, its sequences and the experts."""
+    experts = [layer.experts.number for layer, _ in job.shape.layers if layer.experts]
     for pp, cp, tp in itertools.product(_divisors(ranks), repeat=3):
-        if ranks % (pp * cp * tp) or pp > shape.depth or tp > 4 * job.node or not _splits(job, tp, cp):
+        divided = job.seq_len % equal_parts(cp, tp) == 0 and (cp == 1 or job.seq_len // cp >= _SHORTEST)
+        if ranks % (pp * cp * tp) or pp > job.shape.depth or tp > 4 * job.node or not divided:
             continue
         data = ranks // (pp * cp * tp)
         for replicas in _divisors(data) if job.global_batch % data == 0 else ():
@@ -70,25 +73,20 @@ def choices(job: Job, ranks: int) -> Iterator[Choice]:
                         yield from _passes(job, mesh._replace(ep_node=job.node))
 
 
-def _splits(job: Job, tp: int, cp: int) -> bool:
-    """Whether tensor and context parallelism divide the matrices and the sequence."""
-    if job.seq_len % equal_parts(cp, tp) or (cp > 1 and job.seq_len // cp < _SHORTEST):
-        return False
-    matrices = [each for layer, _ in job.shape.layers for each in layer.matrices if each.split]
-    return not any((each.rows if each.split == "column" else each.columns) % tp for each in matrices)
-
-
 def _passes(job: Job, mesh: Choice) -> Iterator[Choice]:
-    for microbatch, recompute in itertools.product(_MICROBATCHES, RECOMPUTE):
-        microbatches, rest = divmod(job.global_batch, mesh.replicas * microbatch)
-        for stages in SCHEDULES if mesh.pp > 1 else (1,):
-            filled = mesh.pp == 1 or (microbatches >= mesh.pp and (stages == 1 or microbatches % mesh.pp == 0))
-            if rest == 0 and filled and mesh.pp * stages <= job.shape.depth:
-                yield mesh._replace(stages=stages, microbatch=microbatch, recompute=recompute)
+    share = job.global_batch // mesh.replicas
+    for schedule in _SCHEDULES if mesh.pp > 1 else _SCHEDULES[:1]:
+        stages = STAGES_OF_A_RANK[schedule]
+        for microbatch in _divisors(share, _LARGEST) if mesh.pp * stages <= job.shape.depth else ():
+            microbatches = share // microbatch
+            if mesh.pp == 1 or (microbatches >= mesh.pp and (stages == 1 or microbatches % mesh.pp == 0)):
+                for recompute in RECOMPUTE:
+                    yield mesh._replace(schedule=schedule, microbatch=microbatch, recompute=recompute)
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+@functools.cache
+def _divisors(number: int, largest: int = sys.maxsize) -> list[int]:
+    return [each for each in range(1, min(number, largest) + 1) if number % each == 0]
 
 
 NODE_SIZE = "parallelism.expert_parallel_node_size"
@@ -101,7 +99,7 @@ CHOSEN = (
 
 def keys_of(choice: Choice) -> dict[str, Any]:
     """The keys that a choice sets; the schedule only with a pipeline, the size of a node only with split experts."""
-    values = (*choice[:6], choice.microbatch, choice.recompute, SCHEDULES[choice.stages], choice.ep_node)
+    values = (*choice[:6], choice.microbatch, choice.recompute, choice.schedule, choice.ep_node)
     without = {CHOSEN[-2]: choice.pp == 1, NODE_SIZE: choice.ep == 1}
     return {key: value for key, value in zip(CHOSEN, values, strict=True) if not without.get(key, False)}
 
@@ -111,7 +109,7 @@ def name_of(choice: Choice) -> str:
     degrees = zip(("pp", "dp_replicate", "dp_shard", "cp", "tp"), choice[:5], strict=True)
     mesh = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "1 rank"
     parts = [mesh, *_experts(choice), f"microbatch {choice.microbatch}"]
-    schedule = [SCHEDULES[choice.stages]] if choice.pp > 1 else []
+    schedule = [choice.schedule] if choice.pp > 1 else []
     return ", ".join([*parts, *schedule, f"recompute {choice.recompute}"])
 
 

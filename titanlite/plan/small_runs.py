@@ -95,7 +95,8 @@ def in_training(device: torch.device, known: Device) -> dict[str, Any]:
 
 def _train(device: torch.device, known: Device, mesh: str, mode: str, tiny: int) -> Small:
     config = _config(mesh, mode, known.cpu_ranks, tiny)
-    choice = Choice(**{mesh: known.cpu_ranks}, microbatch=config.training.local_batch_size, recompute=mode)
+    degrees: dict[str, Any] = {mesh: known.cpu_ranks}
+    choice = Choice(**degrees, microbatch=config.training.local_batch_size, recompute=mode)
     return Small(train(device, config, config.training.steps)[0], uncompiled_job(config, known), choice)
 
 

@@ -6,6 +6,7 @@ expert parallelism are waited for. Left out: other kernels than listed, straggle
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -14,6 +15,7 @@ from pydantic import Field
 from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Positive, read_toml, validated
+from titanlite.plan.pipeline import passes_ahead
 from titanlite.plan.report import GIB, RESERVE
 from titanlite.plan.shape import ExpertShape, Layer, Shape
 
@@ -106,7 +108,7 @@ def device_named(name: str) -> Device:
 
 
 class Choice(NamedTuple):
-    """A mesh and what is chosen with it. stages: of a pipeline rank. microbatch: sequences. recompute: of blocks."""
+    """A mesh and what is chosen with it. schedule: of a pipeline. microbatch: sequences. recompute: of blocks."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -114,7 +116,7 @@ class Choice(NamedTuple):
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    stages: int = 1
+    schedule: str = "1F1B"
     microbatch: int = 1
     recompute: str = "none"  # "selective" or "full"
     ep_node: int = 1  # ranks of a node, to which a token is sent once (parallelism.expert_parallel_node_size)
@@ -127,6 +129,26 @@ class Choice(NamedTuple):
     @property
     def ranks(self) -> int:
         return self.pp * self.replicas * self.cp * self.tp
+
+
+class Stages(NamedTuple):
+    """How a pipeline divides a model."""
+
+    of_rank: int  # stages of a rank
+    blocks: int  # of the rank that has the most
+    slowest: float  # rank, relative to the mean
+
+    @classmethod
+    def of(cls, blocks: Sequence[int], costs: Sequence[float], ranks: int) -> "Stages":
+        """blocks, costs: of each stage, of which a rank has every `ranks`-th one."""
+        theirs, work = ([sum(each[rank::ranks]) for rank in range(ranks)] for each in (blocks, costs))
+        return cls(-(-len(blocks) // ranks), int(max(theirs)), max(work) * ranks / sum(work))
+
+
+def one_stage(degree: int, schedule: str) -> Stages:
+    """Of a job without a pipeline."""
+    assert degree == 1, "the job does not say how a pipeline divides it"
+    return Stages(1, 0, 1.0)
 
 
 class Job(NamedTuple):
@@ -147,6 +169,8 @@ class Job(NamedTuple):
     item: int = 2  # bytes of a value that is computed: bfloat16, or 4 of float32
     gathered: int = 2  # bytes of a value of the blocks' parameters that FSDP gathers
     once: bool = False  # parameters are gathered and gradients reduced once a step, not with each microbatch
+    stages: Callable[[int, str], Stages] = one_stage  # of so many ranks with a schedule
+    refusal: Callable[[Choice], str] = lambda _: ""  # why a run's checks refuse it on any mesh; "" if they do not
 
     @property
     def peak(self) -> float:
@@ -187,6 +211,13 @@ def ring(job: Job, ranks: int, stride: int, size: float) -> float:
     # each of ranks - 1 steps waits for a hop, of which nodes - 1 cross the network (NCCL's tuning.cc)
     latency = job.device.hop_microseconds * 1e-6 * (ranks - nodes) + _NETWORK_HOP * (nodes - 1)
     return size * (ranks - 1) / ranks / bandwidth + latency
+
+
+def send(job: Job, ranks: int, size: float) -> float:
+    """Seconds of `size` bytes to the next stage. ranks: of the whole mesh, of which stages are the outermost dimension."""
+    inside = ranks <= job.node
+    bandwidth = job.device.nvlink_gb_per_second if inside else job.device.network_gb_per_second
+    return size / (bandwidth * LINK * 1e9) + (job.device.hop_microseconds * 1e-6 if inside else _NETWORK_HOP)
 
 
 def all_to_all(job: Job, ranks: int, size: float, stride: int = 1) -> float:
@@ -282,10 +313,11 @@ def sharded(job: Job, layer: Layer, choice: Choice) -> tuple[float, float]:
     """Seconds of FSDP's all-gather of a layer, and of its reduce-scatter."""
     dense, experts = layer.dense_parameters / choice.tp, layer.expert_parameters(job.shape.dim) / choice.ep
     group = choice.dp_shard * choice.cp
-    of_experts = group * choice.tp // choice.ep
 
     def both(itemsize: int, of_expert: int) -> float:
-        apart = ring(job, of_experts, choice.ep, experts * of_expert) if experts else 0.0
+        if choice.ep == 1:  # all that a rank of tensor parallelism has is one collective
+            return ring(job, group, choice.tp, dense * itemsize + experts * of_expert)
+        apart = ring(job, group * choice.tp // choice.ep, choice.ep, experts * of_expert) if experts else 0.0
         return ring(job, group, choice.tp, dense * itemsize) + apart
 
     return both(job.gathered, job.item), both(job.reduce_bytes, job.reduce_bytes)
@@ -324,6 +356,8 @@ def step(job: Job, choice: Choice) -> Seconds:
         often_run = (3 + again, 3 + repeats, of_tp, 2 + repeats, 2 + (choice.recompute == "full"))
         for index, (each, times) in enumerate(zip(ahead, often_run, strict=True)):
             parts[index] += often * each * times
+        if layer.experts and choice.ep == 1:  # each rank of tensor parallelism has all: gradients of their matrices are summed
+            parts[2] += often * 6 * ring(job, choice.tp, 1, job.item * layer.expert_parameters(shape.dim) / 3)
         gather, reduce = sharded(job, layer, choice)
         gathers, reduces = gathers + often * gather, reduces + often * reduce
         if not once:
@@ -336,13 +370,12 @@ def step(job: Job, choice: Choice) -> Seconds:
     parts[0] += shape.others * tokens / choice.tp / (job.peak * device.matmul)
     head = 3 * matmul(job, tokens, shape.vocab / choice.tp, shape.dim)
     logits = _LOGITS * tokens * shape.vocab / choice.tp / (device.memory_gb_per_second * 1e9)
-    stages = choice.pp * choice.stages
+    stages = job.stages(choice.pp, choice.schedule)
     own = [microbatches * each / choice.pp for each in (*parts, attention * shape.depth)]
     own[1] += host_seconds(job, choice)
     whole = sum(own) + microbatches * (head + logits) / choice.pp
-    longest = math.ceil(shape.depth / stages) * stages / shape.depth  # of the stages, relative to the mean
-    late = sum(own) * (longest - 1) + microbatches * (head + logits) * (1 - 1 / choice.pp) * (longest == 1)
-    bubble = late + (whole + late) * (choice.pp - 1) / (choice.stages * microbatches)
+    # the slowest rank's own work, and a pass of each other rank before and after it
+    bubble = whole * (stages.slowest - 1 + (choice.pp - stages.slowest) / (stages.of_rank * microbatches))
     if once:  # gathered once, reduced once, and only a part of it behind computation
         fsdp = (gathers + reduces) / choice.pp / 2
     else:
@@ -356,9 +389,7 @@ def step(job: Job, choice: Choice) -> Seconds:
     fsdp += overlapped(replicas, hidden)  # the last microbatch's backward pass hides the rest
     sends = 0.0
     if choice.pp > 1:
-        link = (device.network_gb_per_second or device.nvlink_gb_per_second) * LINK * 1e9
-        between = job.item * tokens * shape.dim / choice.tp / link + _NETWORK_HOP
-        sends = 2 * microbatches * choice.stages * between
+        sends = 2 * microbatches * stages.of_rank * send(job, choice.ranks, job.item * tokens * shape.dim / choice.tp)
     # parameters, gradients and state are read, all but gradients written; the norm reads gradients once more
     update = (4 * job.weight_bytes + 2 * job.state_bytes) * values / (device.memory_gb_per_second * 1e9)
     of_head = microbatches / choice.pp
@@ -369,16 +400,19 @@ def step(job: Job, choice: Choice) -> Seconds:
 
 def parameters_of_rank(job: Job, choice: Choice) -> float:
     """Parameters that a rank updates, on average over a pipeline."""
-    shape = job.shape
-    every = shape.embeddings + sum(n * (each.dense_parameters + each.expert_parameters(shape.dim)) for each, n in shape.layers)
-    return every / (choice.pp * choice.dp_shard * choice.cp * choice.tp)
+    shape, shards = job.shape, choice.dp_shard * choice.cp
+    dense = shape.embeddings + sum(often * each.dense_parameters for each, often in shape.layers)
+    experts = sum(often * each.expert_parameters(shape.dim) for each, often in shape.layers)
+    # tensor parallelism does not split experts; expert parallelism splits them over all ranks of a replica
+    return (dense / choice.tp + experts / (choice.tp if choice.ep > 1 else 1)) / (choice.pp * shards)
 
 
 def memory(job: Job, choice: Choice) -> float:
     """Bytes that the fullest rank of a mesh holds, roughly: within MEMORY_ERROR of what `titanlite estimate` measures."""
-    shape, microbatches = job.shape, job.microbatches(choice)
+    shape, microbatches, piped = job.shape, job.microbatches(choice), choice.pp > 1
     tokens = choice.microbatch * job.seq_len / (choice.cp * choice.tp)
-    share = math.ceil(shape.depth / choice.pp)  # layers of a rank
+    stages = job.stages(choice.pp, choice.schedule)
+    share = stages.blocks if piped else shape.depth  # blocks of a rank
     states = (2 * job.weight_bytes + job.state_bytes) * parameters_of_rank(job, choice)
     kept, widest, gathered = 0.0, 0.0, 0.0
     for layer, often in shape.layers:
@@ -393,10 +427,9 @@ def memory(job: Job, choice: Choice) -> float:
         weights = layer.dense_parameters / choice.tp + layer.expert_parameters(shape.dim) / choice.ep
         widest = max(widest, 2 * every + 2 * job.item * weights + job.reduce_bytes * weights)
         gathered += weights * often / shape.depth * share
-    if choice.pp > 1:  # gathered parameters and their whole gradients stay
-        # passes of the first rank's stages before the first backward pass (arXiv:2104.04473, section 2.2)
-        ahead = choice.pp if choice.stages == 1 else 2 * (choice.pp - 1) + (choice.stages - 1) * choice.pp + 1
-        held = min(microbatches, ahead / choice.stages)
+    if piped:  # gathered parameters and their whole gradients stay
+        held = passes_ahead(choice.schedule, choice.pp, microbatches, stages.of_rank) / stages.of_rank
         return states + kept * held + widest + gathered * (job.item + job.reduce_bytes)
     head = (job.item + 2 * job.reduce_bytes) * shape.dim * shape.vocab / choice.tp
-    return states + kept + max(widest, head) + 2 * 2**30
+    stay = 0.0 if job.reshard or choice.dp_shard * choice.cp == 1 else gathered * job.item
+    return states + kept + stay + max(widest, head) + 2 * 2**30

@@ -7,7 +7,6 @@ All stages take equally long, as in the closed form of time.py, so that the last
 from typing import Any
 
 from titanlite.plan.pipeline import orders, rehearse
-from titanlite.plan.search import SCHEDULES
 from titanlite.plan.step import simulated_ranks
 from titanlite.plan.time import Choice, Job, step
 
@@ -20,14 +19,15 @@ def events(job: Job, choice: Choice) -> list[dict[str, Any]]:
     seconds, microbatches, alone = step(job, choice), job.microbatches(choice), choice.pp == 1
     after = 0.0 if alone else seconds.fsdp + seconds.sends
     span = seconds.total - seconds.optimizer - after
-    unit = span / (choice.stages * microbatches + choice.pp - 1)  # forward and backward pass of a stage and a microbatch
-    computed = (seconds.matmuls + seconds.attention + seconds.elementwise) / (choice.stages * microbatches)
+    of_rank = job.stages(choice.pp, choice.schedule).of_rank
+    unit = span / (of_rank * microbatches + choice.pp - 1)  # forward and backward pass of a stage and a microbatch
+    computed = (seconds.matmuls + seconds.attention + seconds.elementwise) / (of_rank * microbatches)
     waited = seconds.tp + seconds.cp + seconds.ep + (seconds.fsdp if alone else 0.0)
-    waited /= choice.stages * microbatches
+    waited /= of_rank * microbatches
     forward = 1 / {"none": 3.0, "selective": 3.5, "full": 4.0}[choice.recompute]
-    stages = choice.pp * choice.stages
+    stages = choice.pp * of_rank
     with simulated_ranks(choice.pp):
-        order = orders(SCHEDULES[choice.stages], choice.pp, microbatches, stages)
+        order = orders(choice.schedule, choice.pp, microbatches, stages)
     ends = rehearse(order, [forward * unit] * stages, [(1 - forward) * unit] * stages).ends
     found = [_named(rank, row, name) for rank in range(choice.pp) for row, name in ((0, f"stage {rank}"), *_ROWS)]
     for (kind, stage, number), end in ends.items():

@@ -74,6 +74,8 @@ def main() -> None:
     winners, refused = sound(found, path, words[1:], options.gpus, job, options.top)
     if not winners:
         reason = f"; the best are refused: {refused[0]}" if refused else ", or none divides the model and the batch"
+        if len(refused) == _TRIED:
+            reason = f", as far as was tried: gave up after {_TRIED} of {len(found):,} candidates{reason}"
         print(f"{config.model.title}: no mesh of {options.gpus} x {options.device} fits{reason}")
         sys.exit(1)
     if options.output:
@@ -119,13 +121,17 @@ def sound(
     refused: list[str] = []
     faulty: list[Faults] = []
     on_cpu = job.device.cpu_ranks > 0
-    most = dict[tuple[int, ...], float]()  # of a mesh: the memory, roughly, of which more is not tried
+    most = dict[tuple[object, ...], float]()  # of a mesh, or of one recomputation on it: the memory of which more is not tried
+    on_any_mesh = ""
     for candidate in found:
-        if candidate.memory > most.get(candidate.mesh, math.inf):
+        if fault := job.refusal(candidate.choice):
+            on_any_mesh = on_any_mesh or f"{name_of(candidate.choice)}: {fault}"
+            continue
+        recomputed = *candidate.mesh, candidate.choice.recompute
+        if candidate.memory > min(most.get(key, math.inf) for key in (candidate.mesh, recomputed)):
             continue
         if len(refused) == _TRIED:
             break
-        most[candidate.mesh] = 0.0
         chosen = [word for key, value in keys_of(candidate.choice).items() for word in (f"--{key}", str(value))]
         try:
             config = read_config(path, [*words, *chosen])
@@ -133,6 +139,7 @@ def sound(
         except Faults as faults:
             refused.append(f"{name_of(candidate.choice)}: {faults.faults[0]}")
             faulty.append(faults)
+            most[recomputed] = 0.0
             continue
         measured = None
         if not winners and not BEFORE_2_13:  # which cannot predict with bfloat16
@@ -142,12 +149,13 @@ def sound(
                 most[candidate.mesh] = candidate.memory * room_of(job) / measured
                 continue
         winners.append(candidate._replace(measured=measured))
+        most[candidate.mesh] = 0.0
         if len(winners) == top:
             break
     common = [fault for fault in faulty[0].faults if all(fault in each.faults for each in faulty)] if faulty else []
     if common and len(faulty) == len(refused) and not winners:
         raise Faults(path, common)
-    return winners, refused
+    return winners, refused or ([on_any_mesh] if on_any_mesh and not winners else [])
 
 
 def predicted(config: Config, ranks: int, device_type: str) -> int:
