@@ -228,18 +228,17 @@ def test_no_row_reaches_from_one_file_into_the_next(tmp_path, policy, mask):
 # ----------------------------------------------------------------------------------------------------------- foreign ids
 
 
-def _with_id(tmp_path, wrong: int, foreign: bool = True) -> Data:
+def _with_id(tmp_path, wrong: int) -> Data:
     documents = _numbered([100])
     documents[0][44] = wrong
     kept = opened(write_file(tmp_path / "kept", _numbered([50])), "kept")
     file = write_file(tmp_path / "wrong", documents, 2**17)
-    return mix_of([kept, opened(file, "wrong", foreign)], _config(), vocabulary=1000)
+    return mix_of([kept, opened(file, "wrong")], _config(), vocabulary=1000)
 
 
-@pytest.mark.parametrize("foreign", [True, False])
 @pytest.mark.parametrize("wrong", [1000, 70_000, -1])
-def test_an_id_outside_of_the_vocabulary_is_refused_when_it_is_read(tmp_path, wrong, foreign):
-    data = _with_id(tmp_path, wrong, foreign)
+def test_an_id_outside_of_the_vocabulary_is_refused_when_it_is_read(tmp_path, wrong):
+    data = _with_id(tmp_path, wrong)
     fine = data.read(np.array([1, 0, 1]), np.array([4, 1, 6]))
     assert fine.tokens.shape == (3, 9)
     with pytest.raises(UserError) as error:
