@@ -21,7 +21,7 @@ from titanlite.parallel.pipeline import stage_costs
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
 from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.report import RESERVE
-from titanlite.plan.search import NODE_SIZE, candidates, choices, keys_of
+from titanlite.plan.search import NODE_SIZE, Candidate, candidates, choices, keys_of
 from titanlite.plan.shape import ExpertShape, Shape
 from titanlite.plan.step import simulated_ranks
 from titanlite.plan.time import LINK, Choice, Job, all_to_all, forward, memory, step
@@ -170,27 +170,47 @@ def test_a_microbatch_is_any_part_of_a_ranks_share_of_the_batch():
 
 
 CHUNKS = ("--activation_checkpoint.sequence_chunks", "2")
-# (options, a choice, what refuses it on any mesh)
-REFUSALS = {
-    "heads": ([], Choice(tp=8), "n_kv_heads = 4"),
-    "a degree that divides": ([], Choice(tp=2), ""),
-    "an option without effect": (CHUNKS, Choice(), "activation_checkpoint.sequence_chunks"),
-    "an option with effect": (CHUNKS, Choice(recompute="full"), ""),
-    "options that exclude each other": (CHUNKS, Choice(tp=2, recompute="full"), "tensor_parallel_degree"),
-    "experts before PyTorch 2.13": (["--model.name", "qwen3_moe"], Choice(ep=2), "needs PyTorch 2.13"),
-    "no experts": ([], Choice(ep=2), "no Experts"),
-    "more stages than blocks": ([], Choice(pp=64), "pipeline_parallel_degree = 64"),
-    "a fault of the configuration": (["--checkpoint.enable", "false", "--checkpoint.interval", "7"], Choice(), ""),
+WHOLE, FULL = Choice(dp_shard=2, microbatch=2), Choice(dp_shard=2, microbatch=2, recompute="full")
+# options; choices, of which the last one is found; what the only refusal names
+REFUSALS: dict[str, tuple[tuple[str, ...], list[Choice], str]] = {
+    "heads": ((), [Choice(tp=8), Choice(dp_shard=2, tp=8), Choice(pp=2, tp=8), Choice(tp=4)], "n_kv_heads = 4"),
+    "an option without effect": (CHUNKS, [WHOLE, Choice(tp=2), Choice(cp=2), FULL], "activation_checkpoint.sequence_chunks"),
+    "options that exclude each other": (
+        *(CHUNKS, [Choice(tp=2, recompute="full"), Choice(dp_shard=2, tp=2, recompute="full"), FULL], "tensor_parallel_degree"),
+    ),
+    "experts before PyTorch 2.13": (
+        ("--model.name", "qwen3_moe"),
+        [Choice(dp_shard=2, ep=2), Choice(dp_replicate=2, dp_shard=2, ep=2), WHOLE],
+        "needs PyTorch 2.13",
+    ),
+    "no experts": ((), [Choice(dp_shard=4, ep=2), Choice(dp_shard=2, ep=2), WHOLE], "no Experts"),
+    "more stages than blocks": ((), [Choice(pp=64), Choice(pp=64, dp_shard=2), WHOLE], "pipeline_parallel_degree = 64"),
+    "what only a GPU has": (("--activation_checkpoint.offload", "true"), [WHOLE, Choice(tp=2), FULL], "offload"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_the_search_leaves_out_what_the_checks_of_a_run_refuse_on_any_mesh(name, monkeypatch):
-    """Without that, 40 meshes with the same refused degree were tried, and no other one."""
-    words, choice, named = REFUSALS[name]
+def test_a_value_that_every_mesh_refuses_is_tried_once(name, monkeypatch):
+    """40 meshes with the same refused degree were tried, and no other one."""
+    words, of_refusal, named = REFUSALS[name]
+    of = job("llama_124m", "--model.flavor", "debug", *words)
     monkeypatch.setattr(expert, "BEFORE_2_13", True)
-    reason = job("llama_124m", "--model.flavor", "debug", *words).refusal(choice)
-    assert named in reason and bool(reason) == bool(named)
+    monkeypatch.setattr(tool, "BEFORE_2_13", True)  # measures nothing
+    found = [Candidate(choice, step(JOB, GOOD), 0.0) for choice in of_refusal]
+    words = ("--model.flavor", "debug", *words)
+    winners, refused, gave_up = tool.sound(found, "train_configs/llama_124m.toml", words, of, 5)
+    assert [each.choice for each in winners] == of_refusal[-1:] and not gave_up
+    assert len(refused) == 1 and named in refused[0]
+
+
+def test_keys_of_a_file_that_have_no_effect_on_a_mesh_do_not_refuse_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "BEFORE_2_13", True)
+    file = tmp_path / "run.toml"
+    base = f'base = "{ROOT}/train_configs/llama_124m.toml"\nmodel.flavor = "debug"\n'
+    file.write_text(f'{base}[activation_checkpoint]\nmode = "full"\nsequence_chunks = 4\n')
+    of = read_job(read_config(str(file), []), "h100", 8)
+    winners, refused, _ = tool.sound([Candidate(WHOLE, step(of, WHOLE), 0.0)], str(file), [], of, 5)
+    assert [each.choice for each in winners] == [WHOLE] and not refused
 
 
 def test_a_mesh_fits_by_the_state_that_its_optimizer_keeps():
@@ -311,7 +331,7 @@ def test_a_mesh_whose_fastest_choice_does_not_fit_by_estimate_gets_one_that_hold
     monkeypatch.setattr(tool, "BEFORE_2_13", False)  # before which nothing is measured
     monkeypatch.setattr(sys, "argv", ["plan", "train_configs/llama_124m.toml", "--gpus", "1"])
     tool.main()
-    assert "  1. " in (out := capsys.readouterr().out) and "  1 better candidates are refused" in out
+    assert "  1. " in (out := capsys.readouterr().out) and "  better candidates are refused" in out
     assert tried[0] == candidates(of, 1, "tokens_per_second")[0].memory and tried[1] < tried[0] * 75 / 80
 
 
@@ -324,9 +344,9 @@ def test_where_no_mesh_fits_the_command_ends_with_1(capsys, monkeypatch):
 
 @pytest.mark.parametrize("tried", [2, 40])
 def test_a_recomputation_that_is_refused_on_a_mesh_does_not_end_the_search(tried, capsys, monkeypatch):
-    def check(config: Config, *_: Any, **__: Any) -> None:
+    def check(config: Config, _path: str, ranks: int, **_: Any) -> None:
         if (mode := config.activation_checkpoint.mode) != "full":
-            raise Faults("", [f"{mode} on {config.parallelism.data_parallel_shard_degree}"])
+            raise Faults("", [f"{mode} on {ranks} ranks"])
 
     monkeypatch.setattr(tool, "check", check)
     monkeypatch.setattr(tool, "_TRIED", tried)
@@ -335,7 +355,7 @@ def test_a_recomputation_that_is_refused_on_a_mesh_does_not_end_the_search(tried
     with contextlib.suppress(SystemExit):
         tool.main()
     out = capsys.readouterr().out
-    assert "recompute full: " in out if tried == 40 else "gave up after 2 of " in out
+    assert "recompute full: " in out if tried == 40 else "gave up after 2 refusals" in out
 
 
 def test_a_fault_that_every_mesh_has_is_one_of_the_configuration(monkeypatch):

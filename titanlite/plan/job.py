@@ -1,25 +1,17 @@
 """What the model of time knows of a configuration: the job, and the mesh that it describes; and how far it errs."""
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
 
-import torch
-
-from models.decoder import Decoder
-from titanlite.config import effects
 from titanlite.config.effects import EffectiveWhen, Hardware
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.loop.checks import CHECKS
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import split_layers, stage_costs
 from titanlite.plan.search import keys_of
 from titanlite.plan.shape import Shape
 from titanlite.plan.time import Choice, Job, Stages, device_named, one_stage
-from titanlite.registry.check import Check, Subject, found_by
-from titanlite.registry.family import Family, family_of
+from titanlite.registry.family import family_of
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 
@@ -40,21 +32,6 @@ _UNKNOWN = {
     "parallelism.reduce_every_microbatch = false": "gradients that are reduced once a step",
     'activation_checkpoint.selective_ac_option != "op"': "recomputation of some blocks only",
 }
-# The checks of a run that depend on what `plan` chooses -> the fields of a choice that each reads
-_READ = {
-    "limits": ("pp", "cp", "tp"),
-    "mesh": ("cp", "tp"),
-    "float8": ("cp", "microbatch"),
-    "context": ("cp", "tp"),
-    "experts": ("ep", "ep_node", "recompute"),
-    "sharding": ("tp",),
-    "activation checkpointing": ("cp", "tp", "recompute"),
-    "options": ("pp", "cp", "tp", "ep", "recompute"),
-    "FSDP2": ("dp_shard", "cp"),
-    "pipeline": ("pp", "schedule"),
-}
-_MOST = Choice(2, 2, 2, 2, 2, 2, recompute="full")  # all that a key may need to have an effect
-_CHECKS = (*CHECKS, Check("options", lambda s: effects.faults(s.config.idle(Hardware(torch.cuda.is_available())))))
 
 
 def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
@@ -104,31 +81,7 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         item=item,
         gathered=1 if config.float8.enable and config.float8.enable_fsdp_float8_all_gather else item,
         stages=stages,
-        refusal=refusals(config, family, model, torch.cuda.is_available() or not known.cpu_ranks),
     )
-
-
-def refusals(config: Config, family: Family, model: Decoder, cuda: bool) -> Callable[[Choice], str]:
-    """`Job.refusal` by the checks of a run, each asked once for the values that it reads. cuda: whether the run has a GPU.
-
-    Without it, `plan` met the same refusal in mesh after mesh, and gave up.
-    """
-    checks = {check.name: check.faults for check in _CHECKS if check.name in _READ}
-
-    @functools.cache
-    def faults(name: str, *values: Any) -> dict[str, None]:
-        part = Choice(**dict(zip(_READ[name], values, strict=True)))
-        changed = config.with_keys(keys_of(part))
-        subject = Subject(changed if name == "options" else changed.settled(Hardware(cuda)), part.ranks, None, False)
-        subject.family, subject.model = family, model
-        return dict.fromkeys(found_by(checks[name], subject))
-
-    def of(choice: Choice) -> Iterator[str]:
-        for name, fields in _READ.items():
-            found, least, most = (faults(name, *(getattr(each, key) for key in fields)) for each in (choice, Choice(), _MOST))
-            yield from (fault for fault in found if fault not in least or fault not in most)  # or it is the configuration's
-
-    return lambda choice: next(of(choice), "")
 
 
 def choice_of(config: Config, ranks: int) -> Choice:

@@ -89,19 +89,18 @@ def _divisors(number: int, largest: int = sys.maxsize) -> list[int]:
     return [each for each in range(1, min(number, largest) + 1) if number % each == 0]
 
 
-NODE_SIZE = "parallelism.expert_parallel_node_size"
-CHOSEN = (
-    *(f"parallelism.{DEGREES[name]}" for name in Choice._fields[:6]),
-    *("training.local_batch_size", "activation_checkpoint.mode", "parallelism.pipeline_parallel_schedule"),
-    NODE_SIZE,
-)
+SCHEDULE, NODE_SIZE = "parallelism.pipeline_parallel_schedule", "parallelism.expert_parallel_node_size"
+CHOSEN = {  # the keys that a choice sets -> its fields
+    **{f"parallelism.{DEGREES[name]}": name for name in Choice._fields[:6]},
+    **{"training.local_batch_size": "microbatch", "activation_checkpoint.mode": "recompute"},
+    **{SCHEDULE: "schedule", NODE_SIZE: "ep_node"},
+}
 
 
 def keys_of(choice: Choice) -> dict[str, Any]:
     """The keys that a choice sets; the schedule only with a pipeline, the size of a node only with split experts."""
-    values = (*choice[:6], choice.microbatch, choice.recompute, choice.schedule, choice.ep_node)
-    without = {CHOSEN[-2]: choice.pp == 1, NODE_SIZE: choice.ep == 1}
-    return {key: value for key, value in zip(CHOSEN, values, strict=True) if not without.get(key, False)}
+    without = {SCHEDULE: choice.pp == 1, NODE_SIZE: choice.ep == 1}
+    return {key: getattr(choice, field) for key, field in CHOSEN.items() if not without.get(key, False)}
 
 
 def name_of(choice: Choice) -> str:

@@ -170,7 +170,6 @@ class Job(NamedTuple):
     gathered: int = 2  # bytes of a value of the blocks' parameters that FSDP gathers
     once: bool = False  # parameters are gathered and gradients reduced once a step, not with each microbatch
     stages: Callable[[int, str], Stages] = one_stage  # of so many ranks with a schedule
-    refusal: Callable[[Choice], str] = lambda _: ""  # why a run's checks refuse it on any mesh; "" if they do not
 
     @property
     def peak(self) -> float:

@@ -92,8 +92,8 @@ class Family(NamedTuple):
 
 
 def _text(value: Any) -> str:
-    """The repr of a value, without the address of a function and the order of a set, which differ in each process."""
-    if value and isinstance(value, set | frozenset):
+    """The repr of a value, without the address of a function and the order of a set of texts, which differ in each process."""
+    if isinstance(value, set | frozenset) and not all(isinstance(each, int | float) for each in value):
         inside = ", ".join(sorted(map(_text, value), key=lambda text: (len(text), text)))
         return f"frozenset({{{inside}}})" if isinstance(value, frozenset) else f"{{{inside}}}"
     named = " at 0x" in repr(value) and (inspect.isfunction(value) or inspect.isbuiltin(value))

@@ -109,12 +109,13 @@ def main() -> None:
         if not module.FLAVORS or (flavor and flavor not in module.FLAVORS):
             raise UserError(f"{model}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
         flavors = [flavor] if flavor else list(module.FLAVORS)
-        if known.coordinates:  # of one flavor, without the others, which may refuse these overrides
+        if flavor or not known.coordinates:  # which trains one flavor; others may refuse these overrides
+            _check_overrides(name, module, flavors, overrides)
+        if known.coordinates:
             chosen = choose_small(name, module, flavors, overrides) or flavors[0]
             family = family_of_flavor(name, module, chosen, overrides)
             print(f"{Model(name=name, flavor=chosen, overrides=overrides).title} trained at four widths")
             sys.exit(_check_coordinates(family, known.output))
-        _check_overrides(name, module, flavors, overrides)
         small = choose_small(name, module, flavors, overrides)
     except BrokenModule as error:
         print(f"{'imported':<20} FAILED    {error}")

@@ -15,8 +15,10 @@ Exit code 0 with a mesh, 1 when none fits, 2 for a fault of the configuration.
 import json
 import math
 import os
+import re
 import signal
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,7 +39,7 @@ from titanlite.plan.job import errors_of, job_of
 from titanlite.plan.predict import predict
 from titanlite.plan.report import GIB
 from titanlite.plan.search import CHOSEN, Candidate, candidates, keys_of, name_of, room_of, shares, why
-from titanlite.plan.time import Job
+from titanlite.plan.time import Choice, Job
 from titanlite.plan.timeline import events
 from titanlite.registry.family import family_of
 from titanlite.tools.options import LOCAL_RANKS, PREDICTED, Real, WholeNumber, config_parser, help_of, new_file, nonempty
@@ -71,19 +73,18 @@ def main() -> None:
             raise UserError(f"{option} {file}: exists; name a new file")
     kept = given_values(config, path) if options.output else {}
     found = candidates(job, options.gpus, options.objective)
-    winners, refused = sound(found, path, words[1:], options.gpus, job, options.top)
+    winners, refused, gave_up = sound(found, path, words[1:], job, options.top)
     if not winners:
         reason = f"; the best are refused: {refused[0]}" if refused else ", or none divides the model and the batch"
-        if len(refused) == _TRIED:
-            reason = f", as far as was tried: gave up after {_TRIED} of {len(found):,} candidates{reason}"
-        print(f"{config.model.title}: no mesh of {options.gpus} x {options.device} fits{reason}")
+        tried = f" among those that were tried: gave up after {_TRIED} refusals" if gave_up else ""
+        print(f"{config.model.title}: no mesh of {options.gpus} x {options.device} fits{tried}{reason}")
         sys.exit(1)
     if options.output:
         write(options.output, path, kept | keys_of(winners[0].choice))
     if options.trace:
         trace = {"traceEvents": events(job, winners[0].choice), "displayTimeUnit": "ms"}
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
-    print("\n".join(lines(winners, config, job, options.gpus, options.device, len(refused))))
+    print("\n".join(lines(winners, config, job, options.gpus, options.device, refused)))
 
 
 def write_device(path: Path, ranks: int | None, minutes: float, words: list[str]) -> None:
@@ -109,53 +110,75 @@ def read_job(config: Config, device: str, node: int) -> Job:
     return job_of(config, device, node, config.training.global_batch_size)
 
 
-def sound(
-    found: list[Candidate], path: str, words: list[str], ranks: int, job: Job, top: int
-) -> tuple[list[Candidate], list[str]]:
+def sound(found: list[Candidate], path: str, words: list[str], job: Job, top: int) -> tuple[list[Candidate], list[str], bool]:
     """(the first candidate of each of the first meshes that `check` accepts, of which the first fits by `estimate`; why others
-    are refused).
+    are refused; whether it gave up).
 
-    Raises Faults for those that all candidates have: they are of the configuration, not of a mesh.
+    Raises Faults for those of the configuration, which no choice changes.
     """
     winners: list[Candidate] = []
     refused: list[str] = []
-    faulty: list[Faults] = []
     on_cpu = job.device.cpu_ranks > 0
     most = dict[tuple[object, ...], float]()  # of a mesh, or of one recomputation on it: the memory of which more is not tried
-    on_any_mesh = ""
+    never: list[dict[str, Any]] = []  # values of a choice with which every mesh is refused, such as one degree
+
+    def checked(choice: Choice) -> Config:
+        chosen = [word for key, value in keys_of(choice).items() for word in (f"--{key}", str(value))]
+        config = read_config(path, [*words, *chosen])
+        check(config, path, choice.ranks, open_files=False, elsewhere=not on_cpu)
+        return config
+
     for candidate in found:
-        if fault := job.refusal(candidate.choice):
-            on_any_mesh = on_any_mesh or f"{name_of(candidate.choice)}: {fault}"
-            continue
-        recomputed = *candidate.mesh, candidate.choice.recompute
+        choice = candidate.choice
+        recomputed = *candidate.mesh, choice.recompute
         if candidate.memory > min(most.get(key, math.inf) for key in (candidate.mesh, recomputed)):
             continue
+        if any(all(getattr(choice, field) == value for field, value in each.items()) for each in never):
+            continue
         if len(refused) == _TRIED:
-            break
-        chosen = [word for key, value in keys_of(candidate.choice).items() for word in (f"--{key}", str(value))]
+            return winners, refused, True
         try:
-            config = read_config(path, [*words, *chosen])
-            check(config, path, ranks, open_files=False, elsewhere=not on_cpu)
+            config = checked(choice)
         except Faults as faults:
-            refused.append(f"{name_of(candidate.choice)}: {faults.faults[0]}")
-            faulty.append(faults)
-            most[recomputed] = 0.0
+            refused.append(f"{name_of(choice)}: {faults.faults[0]}")
+            named = named_by(faults.faults[0], choice)
+            tried = named, named | {"recompute": choice.recompute}
+            cause = next((each for each in tried if faults.faults[0] in faults_of(checked, each)), None)
+            if cause is None:
+                most[recomputed] = 0.0
+            elif cause:
+                never.append(cause)
+            else:
+                raise Faults(path, [each for each in faults.faults if each in faults_of(checked, {})]) from None
             continue
         measured = None
         if not winners and not BEFORE_2_13:  # which cannot predict with bfloat16
-            measured = predicted(config, ranks, "cpu" if on_cpu else "cuda")
+            measured = predicted(config, choice.ranks, "cpu" if on_cpu else "cuda")
             if measured > room_of(job):
-                refused.append(f"{name_of(candidate.choice)}: takes {measured / GIB:.0f} GiB by titanlite estimate")
+                refused.append(f"{name_of(choice)}: takes {measured / GIB:.0f} GiB by titanlite estimate")
                 most[candidate.mesh] = candidate.memory * room_of(job) / measured
                 continue
         winners.append(candidate._replace(measured=measured))
         most[candidate.mesh] = 0.0
         if len(winners) == top:
             break
-    common = [fault for fault in faulty[0].faults if all(fault in each.faults for each in faulty)] if faulty else []
-    if common and len(faulty) == len(refused) and not winners:
-        raise Faults(path, common)
-    return winners, refused or ([on_any_mesh] if on_any_mesh and not winners else [])
+    return winners, refused, False
+
+
+def named_by(fault: str, choice: Choice) -> dict[str, Any]:
+    """The fields of a choice whose keys a fault names, with their values."""
+    named = [field for key, field in CHOSEN.items() if re.search(rf"\b{key.partition('.')[2]}\b", str(fault))]
+    return {field: getattr(choice, field) for field in named}
+
+
+def faults_of(checked: Callable[[Choice], Config], values: dict[str, Any]) -> list[str]:
+    """The faults of the smallest mesh that has these values of a choice."""
+    alone = Choice(**values)
+    try:
+        checked(alone._replace(dp_shard=max(alone.dp_shard, alone.ep // (alone.cp * alone.tp))))
+    except Faults as faults:
+        return faults.faults
+    return []
 
 
 def predicted(config: Config, ranks: int, device_type: str) -> int:
@@ -167,7 +190,7 @@ def predicted(config: Config, ranks: int, device_type: str) -> int:
         return running.result().memory.total
 
 
-def lines(winners: list[Candidate], config: Config, job: Job, gpus: int, device: str, refused: int) -> list[str]:
+def lines(winners: list[Candidate], config: Config, job: Job, gpus: int, device: str, refused: list[str]) -> list[str]:
     first = winners[0]
     rate = [job.global_batch * job.seq_len / each.seconds.total / gpus for each in winners]
     flops = family_of(config.model).module.flops(family_of(config.model).config, job.seq_len)
@@ -181,7 +204,8 @@ def lines(winners: list[Candidate], config: Config, job: Job, gpus: int, device:
     found += [f"  the first: {words}", f"  MFU {mfu:.1%} (attention counted the PaLM way); a step spends"]
     found += [f"    {share}" for share in shares(first.seconds)]
     if refused:
-        found.append(f"  {refused} better candidates are refused by titanlite check, or do not fit by titanlite estimate")
+        more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
+        found.append(f"  better candidates are refused, or do not fit by titanlite estimate: {refused[0]}{more}")
     return [*found, f"  {_expected(job, device)}"]
 
 
