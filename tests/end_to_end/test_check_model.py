@@ -337,6 +337,7 @@ def test_a_module_that_cannot_be_imported_or_lacks_a_part_is_a_failed_row(monkey
             ["llama3", "--model.overrides.mup_base_dim", "64"],
             r"mup_base_dim needs tied_embeddings = false.*\n.*1b, 3b; .*: llama3:debug, .*llama3:8b",
         ),
+        (["llama3:1b", "--coordinates", "--model.overrides.mup_base_dim", "64"], "mup_base_dim needs tied_embeddings = false"),
         (["tests.tiny", "--rows", "casuality"], "there is no row 'casuality'; did you mean causality"),
     ],
 )
