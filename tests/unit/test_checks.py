@@ -245,6 +245,7 @@ def test_options_that_this_machine_does_not_support_are_refused(monkeypatch, wro
 def test_without_a_mesh_for_each_parameter_split_experts_are_not_compiled_and_not_checkpointed_by_operation(monkeypatch):
     """As in PyTorch 2.11; test_expert_parallel.py trains this way."""
     compiled, kept = {COMPILE: True, BACKEND: "aot_eager"}, {AC: "selective", BLOCKS: "op"}
+    monkeypatch.setattr(expert, "BEFORE_2_13", False)
     for keys in (compiled, kept):
         assert faults(MIXTURE | {EP: 2} | keys, ranks=2) == []
     monkeypatch.setattr(expert, "BEFORE_2_13", True)
