@@ -170,13 +170,20 @@ def test_a_microbatch_is_any_part_of_a_ranks_share_of_the_batch():
 
 
 CHUNKS = ("--activation_checkpoint.sequence_chunks", "2")
-WHOLE, FULL = Choice(dp_shard=2, microbatch=2), Choice(dp_shard=2, microbatch=2, recompute="full")
+WHOLE = Choice(dp_shard=2, microbatch=2)
+RECOMPUTED = WHOLE._replace(recompute="full")
 # options; choices, of which the last one is found; what the only refusal names
 REFUSALS: dict[str, tuple[tuple[str, ...], list[Choice], str]] = {
     "heads": ((), [Choice(tp=8), Choice(dp_shard=2, tp=8), Choice(pp=2, tp=8), Choice(tp=4)], "n_kv_heads = 4"),
-    "an option without effect": (CHUNKS, [WHOLE, Choice(tp=2), Choice(cp=2), FULL], "activation_checkpoint.sequence_chunks"),
+    "an option without effect": (
+        CHUNKS,
+        [WHOLE, Choice(tp=2), Choice(cp=2), RECOMPUTED],
+        "activation_checkpoint.sequence_chunks",
+    ),
     "options that exclude each other": (
-        *(CHUNKS, [Choice(tp=2, recompute="full"), Choice(dp_shard=2, tp=2, recompute="full"), FULL], "tensor_parallel_degree"),
+        CHUNKS,
+        [Choice(tp=2, recompute="full"), Choice(dp_shard=2, tp=2, recompute="full"), RECOMPUTED],
+        "tensor_parallel_degree",
     ),
     "experts before PyTorch 2.13": (
         ("--model.name", "qwen3_moe"),
@@ -185,7 +192,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], list[Choice], str]] = {
     ),
     "no experts": ((), [Choice(dp_shard=4, ep=2), Choice(dp_shard=2, ep=2), WHOLE], "no Experts"),
     "more stages than blocks": ((), [Choice(pp=64), Choice(pp=64, dp_shard=2), WHOLE], "pipeline_parallel_degree = 64"),
-    "what only a GPU has": (("--activation_checkpoint.offload", "true"), [WHOLE, Choice(tp=2), FULL], "offload"),
+    "what only a GPU has": (("--activation_checkpoint.offload", "true"), [WHOLE, Choice(tp=2), RECOMPUTED], "offload"),
 }
 
 
@@ -201,6 +208,20 @@ def test_a_value_that_every_mesh_refuses_is_tried_once(name, monkeypatch):
     winners, refused, gave_up = tool.sound(found, "train_configs/llama_124m.toml", words, of, 5)
     assert [each.choice for each in winners] == of_refusal[-1:] and not gave_up
     assert len(refused) == 1 and named in refused[0]
+
+
+def test_giving_up_is_said_beside_the_meshes_that_were_found(monkeypatch):
+    monkeypatch.setattr(tool, "BEFORE_2_13", True)
+    monkeypatch.setattr(tool, "_TRIED", 1)
+    file, words = "train_configs/llama_124m.toml", ("--model.flavor", "debug")
+    of, config = job("llama_124m", *words), read_config(file, list(words))
+    found = [Candidate(choice, step(JOB, GOOD), 0.0) for choice in (WHOLE, Choice(tp=8), Choice(tp=16))]
+    winners, refused, gave_up = tool.sound(found, file, words, of, 5)
+    assert [each.choice for each in winners] == [WHOLE]
+    assert any(
+        line.endswith("; plan gave up after these") for line in tool.lines(winners, config, of, 2, "h100", refused, gave_up)
+    )
+    assert tool.sound(found[:2], file, words, of, 5)[2] is False
 
 
 def test_keys_of_a_file_that_have_no_effect_on_a_mesh_do_not_refuse_it(tmp_path, monkeypatch):

@@ -111,17 +111,17 @@ def stored_config(sections: dict[str, Any], source: Path) -> Config:
 
     Raises UserError that names the source and the key. `registry.trusted` says whether its model may be imported.
     """
-    known = {
-        section: {
-            name: value
-            for name, value in table.items()
-            if (key := f"{section}.{name}") not in INSTEAD and not (key in _GONE and re.fullmatch(_GONE[key], str(value)))
-        }
-        if isinstance(table, dict)
-        else table
-        for section, table in sections.items()
-    }
-    return validated(Config, known, f"{source}: config").settled(Hardware())
+
+    def gone(key: str, value: Any) -> bool:
+        return key in INSTEAD or (key in _GONE and bool(re.fullmatch(_GONE[key], str(value))))
+
+    def known(section: str, table: Any) -> Any:
+        if not isinstance(table, dict):
+            return table  # which is refused below
+        return {name: value for name, value in table.items() if not gone(f"{section}.{name}", value)}
+
+    sections = {section: known(section, table) for section, table in sections.items()}
+    return validated(Config, sections, f"{source}: config").settled(Hardware())
 
 
 def to_toml(config: Config) -> str:

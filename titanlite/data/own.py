@@ -119,7 +119,8 @@ class OwnSource:
         least, most = self.seq_len if self.full else 1, self.seq_len + 1
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not least <= len(ids) <= most:
             found = f"{type(answer).__name__} of shape {ids.shape} and dtype {ids.dtype}"
-            why = f": {self.full}; return longer rows, or set training.document_mask = true" if self.full else ""
+            short = bool(self.full) and ids.ndim == 1 and len(ids) < least
+            why = f": {self.full}; return longer rows, or set training.document_mask = true" if short else ""
             raise self.fault(f"{what} ids as {found}; must be {least} to seq_len + 1 = {most} integers{why}")
         if (wrong := (ids < 0) | (ids >= self.vocabulary)).any():
             at = int(wrong.argmax())

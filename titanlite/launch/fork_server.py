@@ -85,6 +85,7 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
     for module in preload:
         importlib.import_module(module)
     gc.freeze()
+    gc.enable()
     running: list[int] = []
     while True:
         try:
@@ -106,7 +107,6 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
             continue
         if pid == 0:
             children.end_with_parent(server)
-            gc.enable()
             requests.close()
             os.setsid()
             os.environ.update(environment)

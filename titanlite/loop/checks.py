@@ -97,7 +97,8 @@ CHECKS = (
         "own data", lambda s: own.faults(s.config, s.family.config.vocab_size) if s.open_files else (), ("sources", "tokenizer")
     ),
     Check(
-        *("disk", lambda s: state.faults(s.config, s.model) if s.local_ranks is not None else ()),
+        "disk",
+        lambda s: state.faults(s.config, s.model) if s.local_ranks is not None else (),
         ("run folder", "model", "parameters of the optimizer"),
     ),
 )

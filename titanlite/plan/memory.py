@@ -111,7 +111,8 @@ def _ways(config: Config, ranks: int, room: int, cuda: bool) -> Iterator[tuple[s
 
 # That the ranks of this machine fit on it.
 CHECK = Check(
-    *("memory", lambda s: faults(s.config, s.model, s.ranks, s.local_ranks) if s.local_ranks is not None else ()),
+    "memory",
+    lambda s: faults(s.config, s.model, s.ranks, s.local_ranks) if s.local_ranks is not None else (),
     ("mesh", "sharding", "pipeline", "distillation", "parameters of the optimizer"),
 )
 

@@ -84,7 +84,7 @@ def main() -> None:
     if options.trace:
         trace = {"traceEvents": events(job, winners[0].choice), "displayTimeUnit": "ms"}
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
-    print("\n".join(lines(winners, config, job, options.gpus, options.device, refused)))
+    print("\n".join(lines(winners, config, job, options.gpus, options.device, refused, gave_up)))
 
 
 def write_device(path: Path, ranks: int | None, minutes: float, words: list[str]) -> None:
@@ -149,7 +149,8 @@ def sound(found: list[Candidate], path: str, words: list[str], job: Job, top: in
             elif cause:
                 never.append(cause)
             else:
-                raise Faults(path, [each for each in faults.faults if each in faults_of(checked, {})]) from None
+                on_any = faults_of(checked, {})
+                raise Faults(path, [each for each in faults.faults if each in on_any]) from None
             continue
         measured = None
         if not winners and not BEFORE_2_13:  # which cannot predict with bfloat16
@@ -190,7 +191,9 @@ def predicted(config: Config, ranks: int, device_type: str) -> int:
         return running.result().memory.total
 
 
-def lines(winners: list[Candidate], config: Config, job: Job, gpus: int, device: str, refused: list[str]) -> list[str]:
+def lines(
+    winners: list[Candidate], config: Config, job: Job, gpus: int, device: str, refused: list[str], gave_up: bool
+) -> list[str]:
     first = winners[0]
     rate = [job.global_batch * job.seq_len / each.seconds.total / gpus for each in winners]
     flops = family_of(config.model).module.flops(family_of(config.model).config, job.seq_len)
@@ -205,6 +208,7 @@ def lines(winners: list[Candidate], config: Config, job: Job, gpus: int, device:
     found += [f"    {share}" for share in shares(first.seconds)]
     if refused:
         more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
+        more += "; plan gave up after these" if gave_up else ""
         found.append(f"  better candidates are refused, or do not fit by titanlite estimate: {refused[0]}{more}")
     return [*found, f"  {_expected(job, device)}"]
 
