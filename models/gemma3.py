@@ -320,6 +320,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "architectures": ["Gemma2ForCausalLM" if older else "Gemma3ForCausalLM"],
         "model_type": "gemma2" if older else "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
+        **({"hidden_act": "gelu_pytorch_tanh"} if older else {}),  # as published: what serves the model may read this key
         "hidden_size": c.dim,
         "num_hidden_layers": c.n_layers,
         "num_attention_heads": c.n_heads,

@@ -159,7 +159,7 @@ class Run:
         """The checkpoints, oldest first. At least one."""
         return checkpoints(self.folder)
 
-    def model(self, checkpoint: Path | None = None, name: str = "", assets: str | Path = "") -> Decoder:
+    def model(self, checkpoint: str | Path | None = None, name: str = "", assets: str | Path = "") -> Decoder:
         """The model of a checkpoint, the newest by default, in float32 on the CPU, in evaluation mode and in this process.
 
         name: the module of a model that is no family of models/. assets: the folder of the tokenizer, if it has moved.
@@ -172,7 +172,7 @@ class Run:
         *prompts: str,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        checkpoint: Path | None = None,
+        checkpoint: str | Path | None = None,
         name: str = "",
         assets: str | Path = "",
     ) -> list[str]:
@@ -186,8 +186,8 @@ class Run:
             raise UserError(f"{self.folder}: has no tokenizer; name its folder with assets=")
         return continue_texts(_loaded(exported), tokenizer, prompts, max_new_tokens, sampling or Sampling())
 
-    def _opened(self, checkpoint: Path | None, name: str, assets: str | Path) -> Exported:
-        stored = Stored(checkpoint or self.checkpoints()[-1])
+    def _opened(self, checkpoint: str | Path | None, name: str, assets: str | Path) -> Exported:
+        stored = Stored(Path(checkpoint) if checkpoint else self.checkpoints()[-1])
         return Exported(stored, torch.float32, str(assets), name)
 
 

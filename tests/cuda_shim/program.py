@@ -131,7 +131,7 @@ def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str
         if model.pipeline is not None:  # no rank has all layers
             return watch.operations
         watch.latest.clear()
-        new_ids = generate(model, [[1, 2, 3], [4]], 2, None, Sampling(temperature=0))
+        new_ids = generate(model, [[1, 2, 3], [4]], 2, (), Sampling(temperature=0))
         assert list(map(len, new_ids)) == [2, 2]
         kernels = {name for name in watch.latest if "dot_product" in name or "softmax" in name}
         if config.model.name == "tests.tiny" and kernels != {_KERNELS["efficient"].format("")}:

@@ -29,7 +29,7 @@ def texts(degrees: dict[str, int], module: str, sampling: Sampling, step: int, c
             parameter.data.mul_(10)  # larger than the embedding, or the last token would repeat itself
         elif name.endswith("post_norm.weight"):
             parameter.data.add_(10)
-    return generate(model, PROMPTS, 24, None, sampling)
+    return generate(model, PROMPTS, 24, (), sampling)
 
 
 @pytest.mark.parametrize(

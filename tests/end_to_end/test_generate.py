@@ -40,7 +40,7 @@ def restless_models(name: str, flavor: str) -> tuple[nn.Module, nn.Module]:
 def test_greedy_text_equals_transformers_beyond_the_window_and_the_first_growth_of_the_cache(name, flavor, monkeypatch):
     monkeypatch.setattr(Cache, "_STEP", 16)
     ours, theirs = restless_models(name, flavor)
-    found = generate(ours, PROMPTS, 40, None, Sampling(temperature=0))
+    found = generate(ours, PROMPTS, 40, (), Sampling(temperature=0))
     for prompt, new in zip(PROMPTS, found, strict=True):
         expected = theirs.generate(
             torch.tensor([prompt]), max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=None

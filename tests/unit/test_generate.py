@@ -52,7 +52,7 @@ def test_texts_and_their_scores_are_those_without_a_cache_and_long_prompts_are_r
     monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)
     model, widths = tiny(module), []
     model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
-    texts = generate(model, PROMPTS, 12, None, GREEDY)
+    texts = generate(model, PROMPTS, 12, (), GREEDY)
     assert widths == [4, 4, 4, 2] + 12 * [1]
     assert texts == [longhand(model, prompt, 12) for prompt in PROMPTS]
     assert len({new for text in texts for new in text}) > 5
@@ -65,29 +65,29 @@ def test_texts_and_their_scores_are_those_without_a_cache_and_long_prompts_are_r
 
 def test_a_text_ends_before_its_end_token_and_the_others_continue():
     model = tiny()
-    whole = generate(model, PROMPTS, 12, None, GREEDY)
+    whole = generate(model, PROMPTS, 12, (), GREEDY)
     end = whole[1][4]
     cut = [ids[: ids.index(end)] if end in ids else ids for ids in whole]
-    assert generate(model, PROMPTS, 12, end, GREEDY) == cut
+    assert generate(model, PROMPTS, 12, [whole[0][-1] + 512, end], GREEDY) == cut
     assert len(cut[1]) <= 4 and max(map(len, cut)) == 12
 
 
 def test_a_finished_text_does_not_grow_and_generation_ends_when_all_are_finished(monkeypatch):
     model, steps = tiny(), []
-    whole = generate(model, PROMPTS, 12, None, GREEDY)
+    whole = generate(model, PROMPTS, 12, (), GREEDY)
     model.head.register_forward_hook(lambda *_: steps.append(1))
-    cut = generate(model, PROMPTS, 12, None, GREEDY, is_done=lambda new: len(new) == 3 or new[:2] == whole[0][:2])
+    cut = generate(model, PROMPTS, 12, (), GREEDY, is_done=lambda new: len(new) == 3 or new[:2] == whole[0][:2])
     assert [len(new) for new in cut] == [2, 3, 3] and all(a == b[: len(a)] for a, b in zip(cut, whole, strict=True))
     assert len(steps) == 3
 
 
 def test_a_prompts_text_depends_on_seed_and_number_but_not_on_other_prompts():
     model, sampling = tiny(), Sampling(seed=3)
-    first = generate(model, PROMPTS, 20, None, sampling)
-    assert generate(model, PROMPTS, 20, None, sampling) == first
-    assert generate(model, [PROMPTS[0], [9, 9]], 20, None, sampling)[0] == first[0]
-    assert generate(model, PROMPTS, 20, None, Sampling(seed=4)) != first
-    same = generate(model, [[5], [5]], 20, None, sampling)
+    first = generate(model, PROMPTS, 20, (), sampling)
+    assert generate(model, PROMPTS, 20, (), sampling) == first
+    assert generate(model, [PROMPTS[0], [9, 9]], 20, (), sampling)[0] == first[0]
+    assert generate(model, PROMPTS, 20, (), Sampling(seed=4)) != first
+    same = generate(model, [[5], [5]], 20, (), sampling)
     assert same[0] != same[1]
 
 
@@ -97,7 +97,7 @@ def test_a_prompts_text_depends_on_seed_and_number_but_not_on_other_prompts():
         Sampling(temperature=0.7),
         Sampling(top_k=100),
         Sampling(temperature=1.5, top_k=8, top_p=0.8),
-        Sampling(top_p=1e-6),
+        Sampling(top_p=0.0),
     ],
 )
 def test_tokens_are_drawn_with_the_probabilities_of_transformers_warpers(sampling):

@@ -32,6 +32,7 @@ def written(folder: Path, text: str, *options: str) -> Config:
         ("", ["--model.overrides.dim", "512", "--model.overrides.n-layers=8"]),
         ("", ["--model.overrides", "{dim = 512, n_layers = 8}"]),
         ("[model.overrides]\ndim = 4\nn_layers = 8\n", ["--model.overrides.dim", "512"]),
+        ("[model.overrides]\ndim = 4\nn_layers = 8\n", ["--model.overrides", "{dim = 512}"]),
     ],
 )
 def test_a_table_and_options_change_the_dimensions_they_name_and_no_others(tmp_path, text, options):
@@ -51,6 +52,26 @@ def test_overrides_of_a_file_add_to_those_of_its_base(tmp_path):
     (tmp_path / "base.toml").write_text("[model.overrides]\ndim = 512\nrope_scaling = { factor = 4.0, low_freq_factor = 2 }\n")
     config = written(tmp_path, 'base = "base.toml"\n[model.overrides]\ndim = 256\nrope_scaling.factor = 9\n')
     assert config.model.overrides == {"dim": 256, "rope_scaling": {"factor": 9, "low_freq_factor": 2}}
+
+
+@pytest.mark.parametrize("as_option", [False, True])
+def test_a_table_with_a_rope_type_replaces_the_whole_scaling_of_the_layer_below(tmp_path, as_option):
+    (tmp_path / "base.toml").write_text('[model.overrides.rope_scaling]\nrope_type = "yarn"\nfactor = 4.0\nbeta_fast = 16.0\n')
+    table = '{ rope_type = "yarn", factor = 8.0 }'
+    of_file = "" if as_option else f"[model.overrides]\nrope_scaling = {table}\n"
+    options = ["--model.overrides.rope_scaling", table] if as_option else []
+    config = written(tmp_path, f'base = "base.toml"\n{of_file}', *options)
+    assert config.model.overrides == {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("False", False), ("true", True), (".5", 0.5), ("-2.", -2.0), ("1e-3", 1e-3), ("3", 3), ("2024-01-01", "2024-01-01"),
+     ("a.b", "a.b"), ("'3'", "3"), ("[1, 2]", [1, 2])],
+)  # fmt: skip
+def test_an_option_of_a_users_own_code_is_read_as_the_same_text_for_a_key_of_the_schema(text, value):
+    found = read_config(None, ["--training.dataset", "my_parts:Data", "--training.dataset_options.x", text])
+    assert found.training.dataset_options == {"x": value} and type(found.training.dataset_options["x"]) is type(value)
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,9 @@ def test_generation_rotates_each_text_by_its_own_maximum_length(name):
     """A batch of a short and a long prompt, with the logits of one pass over the whole text."""
     model = _model(_SCALINGS[name])
     prompts, new = [[5, 6, 7], [i * 11 % 512 for i in range(30)]], 6
-    together = generate(model, prompts, new, None, Sampling(temperature=0))
+    together = generate(model, prompts, new, (), Sampling(temperature=0))
     for prompt, continued in zip(prompts, together, strict=True):
-        assert generate(model, [prompt], new, None, Sampling(temperature=0)) == [continued]
+        assert generate(model, [prompt], new, (), Sampling(temperature=0)) == [continued]
         text = torch.tensor([[*prompt, *continued[:-1]]])
         with torch.no_grad():
             logits = model.head(model(text, SeqInfo(torch.arange(text.shape[1])[None])))

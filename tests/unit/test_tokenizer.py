@@ -56,6 +56,22 @@ def test_end_of_text_is_the_one_that_tokenizer_config_names(assets, end):
     assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "Ġ"
 
 
+@pytest.mark.parametrize(
+    ("generation", "model", "others"),
+    [
+        ({"eos_token_id": [1, 106]}, {"eos_token_id": 7}, {1, 106}),
+        ({"temperature": 0.6}, {"eos_token_id": 7}, {7}),
+        (None, None, set()),
+    ],
+)
+def test_a_text_also_ends_where_the_model_beside_the_tokenizer_ends_it(assets, generation, model, others):
+    for name, table in (("generation_config.json", generation), ("config.json", model)):
+        if table is not None:
+            (assets / name).write_text(json.dumps(table))
+    loaded = load_tokenizer(str(assets))
+    assert loaded.ends == {loaded.end_of_text} | others
+
+
 def test_truncation_and_padding_in_a_tokenizer_file_are_not_applied(assets):
     path = assets / "tokenizer.json"
     plain = load_tokenizer(str(assets)).tokenizer

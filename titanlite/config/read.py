@@ -77,8 +77,9 @@ def read_config(path: str | Path | None, options: list[str]) -> Config:
                 table[above] = {}  # in place of a value, as a file's table replaces its base's value
             table = table.setdefault(above, {}) if isinstance(table, dict) else None
         if isinstance(table, dict):  # a section that is none is a fault of the file, reported below
-            table[name] = _parse_value(key, text)
-            _note(origins, (*tables, name), table[name], OPTION)
+            value = _parse_value(key, text)
+            _merge(table, {name: value})
+            _note(origins, (*tables, name), value, OPTION)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -196,9 +197,9 @@ def _note(origins: dict[str, ConfigLayer], path: tuple[str, ...], value: Any, la
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
-    """Puts the values of `above` into `below`, table by table."""
+    """Puts the values of `above` into `below`, table by table. A table with a rope_type is one value: a whole scaling."""
     for name, value in above.items():
-        if isinstance(value, dict) and isinstance(below.get(name), dict):
+        if isinstance(value, dict) and isinstance(below.get(name), dict) and "rope_type" not in value:
             _merge(below[name], value)
         else:
             below[name] = value
@@ -240,8 +241,13 @@ def _parse_value(key: str, text: str) -> Any:
     if annotation is not Any:
         with contextlib.suppress(ValidationError):
             return TypeAdapter(annotation).validate_strings(text)
+    if text.lower() in ("true", "false"):  # as for keys whose type is known
+        return text.lower() == "true"
+    number = re.sub(r"^([+-]?)\.(?=\d)", r"\g<1>0.", re.sub(r"^([+-]?\d+)\.$", r"\1.0", text))  # TOML has neither .5 nor 5.
     with contextlib.suppress(ValueError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
-        return parse_toml(f"value = {text}")["value"]
+        value = parse_toml(f"value = {number}")["value"]
+        if isinstance(value, bool | int | float | str | list | dict):  # not a date, which would be no value of a configuration
+            return value
     return text
 
 

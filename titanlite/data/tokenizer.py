@@ -44,6 +44,12 @@ class _Settings(FileSchema):
     chat_template: str | list[_Template] | None = None
 
 
+class _Model(FileSchema):
+    """What generation_config.json or config.json say of the end of a text."""
+
+    eos_token_id: int | list[int] | None = None
+
+
 class LoadedTokenizer(NamedTuple):
     """A tokenizer with the facts that training and inference need."""
 
@@ -54,11 +60,17 @@ class LoadedTokenizer(NamedTuple):
     bos: tuple[int, ...] = ()  # its beginning-of-text ids: one, or none where it has no such token, seldom two
     add_bos: bool = False  # whether they begin every document and prompt
     bos_token: int | None = None  # the id that tokenizer_config.json calls so, also where the post-processor adds another
+    other_ends: tuple[int, ...] = ()  # ids at which its model stops too, such as the end of a turn
 
     @property
     def beginning(self) -> tuple[int, ...]:
         """The ids that begin every document and prompt."""
         return self.bos if self.add_bos else ()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids at which generation stops."""
+        return frozenset((self.end_of_text, *self.other_ends))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt: special tokens are recognized in it, none are added. Raises UserError."""
@@ -103,6 +115,7 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     if add_bos and not loaded.bos:
         why = 'its post-processor adds none, and tokenizer_config.json has no "bos_token"'
         raise UserError(f"{path}: has no beginning-of-text token, which add_bos = true needs: {why}")
+    loaded = loaded._replace(other_ends=_ends_of_model(Path(folder)))
     return loaded if add_bos is None else loaded._replace(add_bos=add_bos)
 
 
@@ -138,6 +151,18 @@ def _with_bos(loaded: LoadedTokenizer, name: str | None) -> LoadedTokenizer:
         added.pop()
     bos = tuple(added) or (() if named is None else (named,))
     return loaded._replace(bos=bos, add_bos=bool(added), bos_token=named)
+
+
+def _ends_of_model(folder: Path) -> tuple[int, ...]:
+    """The ids at which the model of a tokenizer's folder stops: those of generation_config.json, or else of config.json, as in
+    transformers. Instruct models have several: the end of a turn beside the end of a text.
+    """
+    for name in ("generation_config.json", "config.json"):
+        with contextlib.suppress(Absent):
+            ends = read_json(folder / name, _Model, _LIMIT).get("eos_token_id")
+            if ends is not None:
+                return tuple(ends) if isinstance(ends, list) else (ends,)
+    return ()
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -165,6 +165,14 @@ def _listed(folder: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
+def differences(family: Family, source: Path) -> dict[str, str]:
+    """The dimensions in which a family differs from the config.json of a folder, each with both values."""
+    theirs = Family(family.module, described(family.module, read_description(source))).dimensions()
+    return {
+        name: f"{name} = {now!r}, there {theirs[name]!r}" for name, now in family.dimensions().items() if now != theirs[name]
+    }
+
+
 def faults(config: Config, family: Family) -> Iterator[str]:
     """What prevents a run from reading its weights from Hugging Face's format, or from writing them."""
     cfg, source, model = config.checkpoint, Path(config.checkpoint.initial_load_path), family.on_meta()
@@ -178,13 +186,10 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     if started or not cfg.initial_load_in_hf:
         return
     try:
-        theirs = Family(family.module, described(family.module, read_description(source))).dimensions()
-        ours = family.dimensions()
-        different = [f"{name} = {now!r}, there {theirs[name]!r}" for name, now in ours.items() if now != theirs[name]]
-        if different:
+        if different := [text for name, text in differences(family, source).items() if name not in config.model.overrides]:
             raise UserError(
                 f"config.json has other dimensions than {config.model.title}: {'; '.join(different)}; "
-                'model.flavor = "hf" takes those of model.hf_assets_path; to change some, begin from a checkpoint of import-hf'
+                'model.flavor = "hf" takes those of model.hf_assets_path, and model.overrides changes some'
             )
         find_weights(source, family, model, cfg.exclude_from_loading)
     except UserError as error:

@@ -4,7 +4,7 @@ The model may be unsharded, split by tensor parallelism, or in training (FSDP2).
 the same arguments and get the same results.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
     temperature: float = 1.0  # logits are divided by it; 0: greedy
     top_k: int = 0  # only the k likeliest tokens are sampled; 0: all
     top_p: float = 1.0  # only the likeliest tokens that together have this probability (Holtzman et al., arXiv:1904.09751)
-    seed: int = 0  # prompt i is sampled with a generator seeded by (seed, i), independent of the batch
+    seed: int = 0  # prompt number i is sampled with a generator seeded by (seed, i), independent of the batch
 
 
 @phase("generating")
@@ -40,11 +40,10 @@ def continue_texts(model: Decoder, loaded: LoadedTokenizer, texts: Sequence[str]
     The tokenizer recognizes special tokens. Raises UserError for ids outside of the model's vocabulary, and for a text that the
     tokenizer cannot encode.
     """
-    end = loaded.end_of_text
-    prompts = [loaded.begun(loaded.encode(text)) or [end] for text in texts]
+    prompts = [loaded.begun(loaded.encode(text)) or [loaded.end_of_text] for text in texts]
     if (largest := max(max(ids) for ids in prompts)) >= (vocabulary := model.config.vocab_size):
         raise UserError(f"the tokenizer gives id {largest}, but the model has a vocabulary of {vocabulary}")
-    new = generate(model, prompts, tokens, end, sampling)
+    new = generate(model, prompts, tokens, loaded.ends, sampling)
     # decoded with the prompt, because the first word of a separate text may lose the space before it
     both = [(loaded.decode(p, skip_special_tokens=False), loaded.decode(p + n, skip_special_tokens=False))
             for p, n in zip(prompts, new, strict=True)]  # fmt: skip
@@ -55,17 +54,19 @@ def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     tokens: int,
-    end: int | None,
+    ends: Collection[int],
     sampling: Sampling,
     is_done: Callable[[list[int]], bool] = lambda new: False,
+    numbers: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """At most `tokens` new ids for each prompt of at least one id, up to but not including the id `end`.
+    """At most `tokens` new ids for each prompt of at least one id, up to but not including the first of `ends`.
 
-    is_done: whether generation of a row may stop, given its new ids.
+    is_done: whether generation of a row may stop, given its new ids. numbers: of the prompts, which seed their generators
+    (default: 0, 1, 2, ...).
     """
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
     position = torch.tensor([[len(prompt) - 1] for prompt in prompts])  # (prompts, 1), of the last token of each row
-    generators = [torch.Generator().manual_seed(_mixed(sampling.seed, row)) for row in range(len(prompts))]
+    generators = [torch.Generator().manual_seed(_mixed(sampling.seed, number)) for number in numbers or range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     active = set(range(len(prompts)))
     real = torch.ones_like(last, dtype=torch.bool)
@@ -77,9 +78,9 @@ def generate(
             logits = _logits(model, last, position, real, cache)
             chosen = draw(logits[:, 0].float().cpu(), sampling, generators)  # on CPU, so that all devices draw the same
             for row in sorted(active):
-                if chosen[row] != end:
+                if chosen[row] not in ends:
                     new[row].append(chosen[row])
-                if chosen[row] == end or is_done(new[row]):
+                if chosen[row] in ends or is_done(new[row]):
                     active.remove(row)
             if not active:
                 break
@@ -183,12 +184,13 @@ def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generato
     if sampling.top_p < 1:
         sorted_logits, order = logits.sort(dim=-1, descending=True)
         probabilities = sorted_logits.softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities  # of all likelier tokens; 0 for the likeliest, which always stays
-        logits = logits.scatter(-1, order, sorted_logits.masked_fill(before >= sampling.top_p, -torch.inf))
+        excluded = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p  # by the sum over all likelier tokens
+        excluded[..., 0] = False  # also where top_p is 0
+        logits = logits.scatter(-1, order, sorted_logits.masked_fill(excluded, -torch.inf))
     rows = zip(logits.softmax(dim=-1), generators, strict=True)
     return [int(torch.multinomial(row, 1, generator=generator)) for row, generator in rows]
 
 
-def _mixed(seed: int, row: int) -> int:
-    """The seed of a row, far from those of its neighbors."""
-    return (seed * 0x9E3779B97F4A7C15 + row * 0xD1B54A32D192ED03) % 2**63
+def _mixed(seed: int, number: int) -> int:
+    """The seed of a prompt, far from those of its neighbors."""
+    return (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) % 2**63

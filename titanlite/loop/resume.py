@@ -31,7 +31,7 @@ from titanlite.data.mixture import Data
 from titanlite.data.stream import Position
 from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.errors import UserError, listed
-from titanlite.hf.folder import find_weights
+from titanlite.hf.folder import differences, find_weights
 from titanlite.hf.load import load_weights
 from titanlite.launch.process import of_all_ranks
 from titanlite.loop.distillation import digest_of_teacher
@@ -185,6 +185,8 @@ def _load_initial_weights(run: RunIdentity, source: Path, model: nn.Module) -> N
 
     exclude, tensors = run.config.checkpoint.exclude_from_loading, model_tensors(model)
     if run.config.checkpoint.initial_load_in_hf:
+        for text in differences(run.family, source).values():
+            log.info("the model differs from that of the weights: %s", text)
         weights = find_weights(source, run.family, run.family.on_meta(), exclude)
         load_weights(tensors, {name: entries for name, entries in weights.items() if name in tensors})
         return

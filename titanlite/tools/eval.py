@@ -22,7 +22,7 @@ import torch
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file
 from titanlite.launch.local_ranks import on_ranks
-from titanlite.tools.generate import inference_parser, model_source, open_as
+from titanlite.tools.generate import LONG, inference_parser, model_source, open_as
 from titanlite.tools.options import TOKENS, WholeNumber, existing_folder, new_file, nonempty
 
 
@@ -30,8 +30,8 @@ def main() -> None:
     """Exit code 0, or 2 for a user error."""
     options = _parse()
     source = model_source(options)
-    _check_tasks(options)
-    table, results = on_ranks(options.tp, _evaluate, source, options, timeout_seconds=24 * 3600)
+    options.tasks = _named_tasks(options)
+    table, results = on_ranks(options.tp, _evaluate, source, options, timeout_seconds=LONG)
     if options.output:
         replace_file(options.output, json.dumps(results, indent=1, default=repr) + "\n")
     print(f"{source}\n{table}")
@@ -49,12 +49,17 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _check_tasks(options: argparse.Namespace) -> None:
-    """Raises UserError for a task that the harness does not have, and where the harness is not installed."""
-    tasks = _tasks(options.include_path)
+def _named_tasks(options: argparse.Namespace) -> list[str]:
+    """The tasks that the names and patterns of --tasks match.
+
+    Raises UserError for one that matches no task of the harness, and where the harness is not installed.
+    """
+    tasks, found = _tasks(options.include_path), dict[str, None]()
     for name in options.tasks.split(","):
-        if not tasks.match_tasks([name]):
+        if not (matched := tasks.match_tasks([name])):
             raise UserError(f'--tasks: there is no task "{name}"; lm-eval ls tasks lists them, --include-path adds your own')
+        found |= dict.fromkeys(matched)
+    return [*found]
 
 
 def _tasks(include: Path | None) -> Any:
@@ -78,7 +83,7 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
     with quiet:
         results = simple_evaluate(
             model,
-            tasks=options.tasks.split(","),
+            tasks=options.tasks,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
             task_manager=_tasks(options.include_path),

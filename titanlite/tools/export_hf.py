@@ -9,7 +9,9 @@ DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints
 """
 
 import argparse
+from collections.abc import Iterable
 
+from titanlite.hf import folder
 from titanlite.hf.export import export
 from titanlite.tools.checkpoint import add_weights, checkpoints
 from titanlite.tools.options import Real, command_parser, existing_folder, new_path, nonempty
@@ -18,7 +20,7 @@ from titanlite.transforms.dtypes import DTYPES
 
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
-    parser = export_parser("export-hf", __doc__)
+    parser = export_parser("export-hf", __doc__, [name for name, dtype in DTYPES.items() if dtype in folder.DTYPES.values()])
     parser.add_argument("--shard-gib", type=Real(1e-6, 1e6), default=5.0, help="maximum size of a file, in GiB (default: 5)")
     options = parser.parse_args()
     source = checkpoints(options.checkpoint)[-1]
@@ -29,14 +31,14 @@ def main() -> None:
     print(f"{source} -> {options.output}: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**30:.2f} GiB")
 
 
-def export_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """The options of both exports."""
+def export_parser(command: str, doc: str | None, dtypes: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of both exports. dtypes: that the format has."""
     parser = command_parser(command, doc)
     add = parser.add_argument
     add("--checkpoint", type=existing_folder, required=True, help="such as outputs/run/checkpoint/step-00000100")
     add("--output", type=new_path, required=True, help="must not exist yet")
     add("--assets", type=existing_folder, help="folder of the tokenizer, if it has moved")
-    add("--dtype", choices=list(DTYPES), help="of the weights (default: as stored)")
+    add("--dtype", choices=list(dtypes), help="of the weights (default: as stored)")
     add("--model", type=nonempty, help="module of the model, if it is not a family of models/")
     add_weights(parser)
     return parser

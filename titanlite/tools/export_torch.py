@@ -21,7 +21,7 @@ from titanlite.transforms.dtypes import DTYPES
 
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
-    options = export_parser("export-torch", __doc__).parse_args()
+    options = export_parser("export-torch", __doc__, DTYPES).parse_args()
     unfinished = start_output(options.output)
     with writing(options.output):
         source = checkpoints(options.checkpoint)[-1]

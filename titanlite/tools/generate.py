@@ -33,8 +33,11 @@ def main() -> None:
     """Exit code 0, or 2 for a user error."""
     options = _parse()
     source = model_source(options)
-    for text in on_ranks(options.tp, _continuations, source, options):
+    for text in on_ranks(options.tp, _continuations, source, options, timeout_seconds=LONG):
         print(text, end="\n\n" if len(options.prompt) > 1 else "\n")
+
+
+LONG = 24 * 3600  # seconds for what one rank does while the others wait: it may verify a file of hundreds of GB
 
 
 def inference_parser(command: str, doc: str | None) -> argparse.ArgumentParser:

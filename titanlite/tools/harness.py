@@ -1,6 +1,6 @@
 """A model for EleutherAI's lm-evaluation-harness (the package lm-eval), which defines the tasks and their metrics."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -13,6 +13,8 @@ from titanlite.ground.errors import UserError
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.tools.open_model import LoadedModel
 
+# What generate_until knows of a task's generation_kwargs, after lm-eval has given the aliases of max_gen_toks one name.
+_OPTIONS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 _Pair = tuple[Any, list[int], list[int]]  # (cache key of lm-eval or None, context, continuation)
 
 
@@ -74,35 +76,38 @@ class Harness(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        for longest in (normalize_gen_kwargs(request.args[1])["max_gen_toks"] for request in requests):
-            if longest >= self._max_length:
-                new = f"a task asks for {longest} new tokens, which leaves no room for a prompt"
+        for options in (normalize_gen_kwargs(request.args[1]) for request in requests):
+            if options["max_gen_toks"] >= self._max_length:
+                new = f"a task asks for {options['max_gen_toks']} new tokens, which leaves no room for a prompt"
                 raise UserError(f"--max-length {self._max_length}: {new}")
+            if unknown := [name for name in options if name not in _OPTIONS and (name, options[name]) != ("num_beams", 1)]:
+                known = f"titanlite eval knows {', '.join(_OPTIONS)}"
+                raise UserError(f'--tasks: a task sets "{unknown[0]}" in its generation_kwargs; {known}')
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
-        pairs = [(context, request.args[1]) for context, request in zip(contexts, requests, strict=True)]
-        ordered = Collator(pairs, sort_fn=lambda pair: -len(pair[0]), group_by="gen_kwargs")  # by the generation options
+        # Requests have numbers, so that those of a task with repeats, which are equal, are sampled independently.
+        numbered = [(context, request.args[1], n) for n, (context, request) in enumerate(zip(contexts, requests, strict=True))]
+        ordered = Collator(numbered, sort_fn=lambda each: -len(each[0]), group_by="gen_kwargs")  # by the generation options
         texts: list[str] = []
         for batch in self._batches(ordered, disable_tqdm):
-            texts += self._continue([context for context, _ in batch], batch[0][1])
+            contexts, options, numbers = zip(*batch, strict=True)
+            texts += self._continue(contexts, options[0], numbers)
         return ordered.get_original(texts)
 
-    def _continue(self, contexts: list[list[int]], options: dict[str, Any]) -> list[str]:
+    def _continue(self, contexts: Sequence[list[int]], options: dict[str, Any], numbers: Sequence[int]) -> list[str]:
         """The continuation of each context, up to the first stop sequence."""
         cfg: dict[str, Any] = {**normalize_gen_kwargs(options)}
         stops = handle_stop_sequences(cfg.get("until"), None)
         tokens = cfg["max_gen_toks"]
         sampling = Sampling(cfg.get("temperature", 0.0), cfg.get("top_k") or 0, cfg.get("top_p") or 1.0)
 
-        def text_of(new: list[int]) -> str:
-            return self._loaded.tokenizer.decode(new)
-
         def is_done(new: list[int]) -> bool:
-            text = text_of(new) if stops else ""
+            # with special tokens, which may be stop sequences
+            text = self._loaded.tokenizer.decode(new, skip_special_tokens=False) if stops else ""
             return any(stop in text for stop in stops)
 
         prompts = [context[-(self._max_length - tokens) :] for context in contexts]
-        new = generate(self._loaded.model, prompts, tokens, self.eot_token_id, sampling, is_done)
-        texts = [text_of(ids) for ids in new]
+        new = generate(self._loaded.model, prompts, tokens, self._loaded.tokenizer.ends, sampling, is_done, numbers)
+        texts = [self._loaded.tokenizer.decode(ids) for ids in new]
         return [text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))] for text in texts]
 
     def _batches(self, ordered: Collator, quiet: bool) -> Iterator[list[Any]]:

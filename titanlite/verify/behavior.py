@@ -218,7 +218,7 @@ def generation_faults(family: Family) -> list[str]:
     model, source = small_model(family), random_tokens(family, len(PROMPTS), SEQ_LEN).tolist()
     prompts = [tokens[:length] for tokens, length in zip(source, PROMPTS, strict=True)]
     with recording(model) as calls, _refusable("a cache"):
-        new = generate(model, prompts, NEW, None, Sampling(temperature=0))
+        new = generate(model, prompts, NEW, (), Sampling(temperature=0))
     texts = [prompt + tokens for prompt, tokens in zip(prompts, new, strict=True)]
     rows = torch.tensor([(text + tokens)[:SEQ_LEN] for text, tokens in zip(texts, source, strict=True)])
     by_row = [run_model(model, row[None]) for row in rows]

@@ -31,7 +31,7 @@ def refused_generation(model: Model, family: Family) -> str:
     if not (reason := no_generation(family.limits)):
         return ""
     text, whole = _refused(model, reason, {}, _PROMPT), family.on_meta()
-    for call in (partial(generate, whole, [[0]], 1, None, Sampling()), partial(score, whole, [([0], [0])])):
+    for call in (partial(generate, whole, [[0]], 1, (), Sampling()), partial(score, whole, [([0], [0])])):
         try:
             call()
         except UserError as error:

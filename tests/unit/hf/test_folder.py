@@ -18,7 +18,7 @@ from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
 from titanlite.hf import folder as folders
 from titanlite.loop.checks import check
-from titanlite.registry.family import load_family
+from titanlite.registry.family import family_of, load_family
 from titanlite.tools.open_model import recognize
 from titanlite.verify.facts import stored_tensors_of
 
@@ -189,6 +189,7 @@ INTO_HF = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true"}
     [
         (FROM, "not a checkpoint.* set checkpoint.initial_load_in_hf = true"),
         (FROM_HF | {"model.flavor": "scaled"}, r"other dimensions than tests.tiny scaled: rope_scaling = \[8.0, 1.0"),
+        (FROM_HF | {"model.overrides.dim": "128"}, r"\(model\.embed\.weight\): \(\d+, 64\) in "),
         (FROM_HF | {"checkpoint.initial_load_model_only": "false"}, "initial_load_in_hf = true: a folder in Hugging"),
         (INTO_HF | {"model.name": "tests.tiny_dropout"}, "last_save_in_hf = true: tests.tiny_dropout: lacks HF, HF_TYPES"),
         (
@@ -205,3 +206,20 @@ def test_a_run_that_cannot_start_from_a_folder_or_end_with_one_is_refused_by_its
     options = {"training.dataset": "data.txt"} | start | keys
     with pytest.raises(UserError, match=f"(?s){message}"):
         check(read_config(None, [f"--{key}={value}" for key, value in options.items()]), "run.toml", 1)
+
+
+def test_a_dimension_that_overrides_name_may_differ_from_that_of_the_weights(source, monkeypatch):
+    """As where a published model is trained on longer texts."""
+    monkeypatch.chdir(source.parent)
+    Path("data.txt").write_text("some text")
+    yarn = '{ rope_type = "yarn", factor = 4.0, original_max_positions = 64 }'
+    start = {
+        "model.name": "tests.tiny",
+        "model.flavor": "plain",
+        "model.hf_assets_path": "source",
+        "model.overrides.rope_scaling": yarn,
+    }
+    options = {"training.dataset": "data.txt"} | start | FROM_HF
+    config = read_config(None, [f"--{key}={value}" for key, value in options.items()])
+    check(config, "run.toml", 1)
+    assert list(folders.differences(family_of(config.model), source)) == ["rope_scaling"]

@@ -86,6 +86,42 @@ def test_a_task_whose_new_tokens_leave_no_room_for_a_prompt_is_refused_as_lm_eva
         Harness(SimpleNamespace(), LENGTH, batch_size=1).generate_until([asked])
 
 
+@pytest.mark.slow  # as above: imports
+def test_a_generation_option_that_titanlite_does_not_have_is_refused():
+    options = {"until": [], "max_gen_toks": 4, "num_beams": 1}
+    for more in ({"num_beams": 4}, {"repetition_penalty": 1.1}, {"max_length": 40}):
+        asked = SimpleNamespace(args=("one", options | more))
+        with pytest.raises(UserError, match=f'sets "{next(iter(more))}" in its generation_kwargs; titanlite eval knows until'):
+            Harness(SimpleNamespace(), LENGTH, batch_size=1).generate_until([asked])
+
+
+@pytest.mark.slow  # as above: imports
+def test_repeated_requests_are_sampled_independently_of_each_other_and_of_the_batch_size(tmp_path):
+    folder = write(tmp_path / "model", "tests.tiny", "plain")
+    loaded = open_model(folder, torch.device("cpu"))
+    options = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
+    asked = [SimpleNamespace(args=("one two", options)) for _ in range(6)]
+    of_sizes = [Harness(loaded, LENGTH, batch_size=size).generate_until(asked, disable_tqdm=True) for size in (1, 2, 6)]
+    assert of_sizes[0] == of_sizes[1] == of_sizes[2] and len(set(of_sizes[0])) == len(asked)
+
+
+@pytest.mark.slow  # as above: imports
+def test_a_special_token_may_be_a_stop_sequence(tmp_path, monkeypatch):
+    loaded = open_model(write(tmp_path / "model", "tests.tiny", "plain"), torch.device("cpu"))
+    end, stops = loaded.tokenizer.end_of_text, []
+
+    def generate(
+        model: Any, prompts: Any, tokens: int, ends: Any, sampling: Any, is_done: Any, numbers: Any
+    ) -> list[list[int]]:
+        stops.append(is_done([end]))
+        return [[]]
+
+    monkeypatch.setattr("titanlite.tools.harness.generate", generate)
+    options = {"until": [loaded.tokenizer.spelled([end])], "max_gen_toks": 8}
+    Harness(loaded, LENGTH, batch_size=1).generate_until([SimpleNamespace(args=("one", options))], disable_tqdm=True)
+    assert stops == [True]
+
+
 def _flat(value: Any) -> list[float]:
     if isinstance(value, list):
         return [number for part in value for number in _flat(part)]
