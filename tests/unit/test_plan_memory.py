@@ -89,6 +89,13 @@ def test_of_what_the_host_keeps_only_gradients_that_wait_for_their_reduction_are
     assert max(each.memory.gradients for each in moments) == pytest.approx(waiting * 4 * values, rel=0.01)
 
 
+def test_gradients_that_wait_for_their_reduction_over_replicas_are_replaced_by_its_result():
+    case = Case(HYBRID, accumulation=2)
+    values = sum(p.numel() for p in on_meta(family_of(case.config().model), case.config()).parameters())
+    most = max(each.memory.gradients for each in predict(case.config(), case.ranks, "cpu").moments)
+    assert most == pytest.approx(4 * values / 2, rel=0.01)
+
+
 def test_a_rank_alone_that_offloads_keeps_what_it_gathers_as_two_ranks_do():
     keys = {"data_parallel_shard_degree": -1, "cpu_offload": True, "fsdp_reshard_after_forward": "never"}
     config = Case({}, "deep", accumulation=2, parallelism=keys, training=HALF).config()

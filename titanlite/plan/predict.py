@@ -44,6 +44,7 @@ from titanlite.registry.family import family_of
 from titanlite.transforms.activation_checkpoint import PARTITIONED, compiler_recomputes
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
+from titanlite.transforms.parameters import is_tied
 from titanlite.transforms.shards import local_part
 
 
@@ -93,6 +94,8 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
         setup = Setup(family, config, mesh, device_type, routing, fused)
         accumulates = microbatches > 1  # otherwise no gradients exist before the backward pass
         held = measure_memory(setup, layers.few, accumulates)
+        if accumulates and replicas > 1 and GradientSync.of(config).replicas:
+            held = replacing(held, model)
         teacher = build_teacher(config, mesh, torch.device("cpu"))
         of_teacher = sum(map(local_bytes, teacher.model.parameters())) if teacher else 0
         on_host = dict.fromkeys(held.kept, 0)
@@ -140,6 +143,13 @@ def waiting_gradients(config: Config, model: Decoder, replicas: int) -> int | No
         waiting = {id(p) for unit in waiting_units(model) for p in unit.parameters()}
         return sum((reduced if id(p) in waiting else p.dtype.itemsize) * local_part(p).numel() for p in trained(model))
     return None
+
+
+def replacing(held: MicrobatchMemory, model: Decoder) -> MicrobatchMemory:
+    """The same in the last microbatch of a step whose reduction over replicas is deferred: FSDP2 adds what has waited to the
+    result of the reduction, which takes its place."""
+    ends = () if is_tied(model) else ("embed", "head")
+    return held._replace(left={name: 0 if name in (*held.kept, *ends) else size for name, size in held.left.items()})
 
 
 class Measured(NamedTuple):

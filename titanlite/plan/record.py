@@ -135,7 +135,9 @@ class Recorder(_Observer):
 
     def _count(self, operation: str, given: dict[str, Any], group: Any, result: Any) -> None:
         """Adds a collective of PyTorch's."""
-        kind, ranks = _kind(operation), len(_members(group))
+        flat = operation.partition("::")[2].replace("_", "")
+        kind = next((kind for kind in _KINDS if kind.replace("-", "") in flat), operation.partition("::")[2])
+        ranks = len(_members(group))
         size = max(_bytes(value) for value in (*given.values(), result))
         sent = ring_bytes(kind, size, ranks)
         if splits := given.get("input_split_sizes"):  # of an uneven all-to-all
@@ -162,12 +164,6 @@ class Recorder(_Observer):
         if frame is None or frame.f_code.co_name == "forward_backward":
             return "backward"  # autograd, which undoes what the forward pass has sent
         return f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}"
-
-
-def _kind(operation: str) -> str:
-    """One of _KINDS for an operation such as "c10d::_allgather_base_", otherwise its name."""
-    name = operation.partition("::")[2]
-    return next((kind for kind in _KINDS if kind.replace("-", "") in name.replace("_", "")), name)
 
 
 def mesh_slices(mesh: DeviceMesh) -> dict[tuple[str, ...], set[int]]:
@@ -233,13 +229,11 @@ def in_kernel(inside: bool) -> Iterator[None]:
 class Allocations(_Observer):
     """Follows the memory of all tensors that operations return, by the scope of the program that `enter` names.
 
-    Peaks include what the exchange of experts' rows allocates and frees in itself, with the worst routing. gloo: and the second
-    copy of the whole tensor with which gloo gathers or reduces and scatters (ProcessGroupGloo.cpp).
+    Peaks include what the exchange of experts' rows allocates and frees in itself, with the worst routing.
     """
 
-    def __init__(self, gloo: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._copied = ("all-gather", "reduce-scatter") if gloo else ()
         self.scope = ""
         self.peaks: dict[str, int] = {}  # scope -> the most bytes while it was the current one
         self._paused, self._patches = False, contextlib.ExitStack()
@@ -254,9 +248,7 @@ class Allocations(_Observer):
                 storage, number = tensor.untyped_storage(), storage_of(tensor)
                 if self._storages.get(number, (lambda: None,))[0]() is None:
                     self._storages[number] = weakref.ref(storage), self.scope, 0
-        given = _given(operation, args, kwargs)
-        copied = _kind(schema(operation).name) in self._copied
-        self._note(max(map(_bytes, (*given.values(), result))) if copied else experts.temporary_bytes(operation, given))
+        self._note(experts.temporary_bytes(operation, _given(operation, args, kwargs)))
 
     def __enter__(self) -> Any:
         """DTensor derives placements on tensors of whole shapes, which no rank has: they do not count."""

@@ -73,7 +73,7 @@ class MicrobatchMemory(NamedTuple):
 
 def measure_memory(setup: Setup, layers: Sequence[str], accumulates: bool) -> MicrobatchMemory:
     """What a model of these layers holds in the second of two microbatches. accumulates: beside the gradients of the first."""
-    model, allocations = _with_teacher(setup, layers), Allocations(gloo=setup.device_type == "cpu")
+    model, allocations = _with_teacher(setup, layers), Allocations()
     kept: Counter[str] = Counter()  # when the head begins, the last time
     left: dict[str, int] = {}
 

@@ -89,8 +89,7 @@ class Harness(TemplateLM):
         ordered = Collator(numbered, sort_fn=lambda each: -len(each[0]), group_by="gen_kwargs")  # by the generation options
         texts: list[str] = []
         for batch in self._batches(ordered, disable_tqdm):
-            contexts, options, numbers = zip(*batch, strict=True)
-            texts += self._continue(contexts, options[0], numbers)
+            texts += self._continue([each[0] for each in batch], batch[0][1], [each[2] for each in batch])
         return ordered.get_original(texts)
 
     def _continue(self, contexts: Sequence[list[int]], options: dict[str, Any], numbers: Sequence[int]) -> list[str]:

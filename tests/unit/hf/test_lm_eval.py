@@ -95,31 +95,28 @@ def test_a_generation_option_that_titanlite_does_not_have_is_refused():
             Harness(SimpleNamespace(), LENGTH, batch_size=1).generate_until([asked])
 
 
-@pytest.mark.slow  # as above: imports
-def test_repeated_requests_are_sampled_independently_of_each_other_and_of_the_batch_size(tmp_path):
-    folder = write(tmp_path / "model", "tests.tiny", "plain")
+def samples(folder: Path) -> tuple[list[list[str]], int]:
+    """Six equal requests with each batch size; the length of a text that may end at a special token. In a pool of one rank."""
     loaded = open_model(folder, torch.device("cpu"))
-    options = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
-    asked = [SimpleNamespace(args=("one two", options)) for _ in range(6)]
+    asked = [SimpleNamespace(args=("one two", {"until": [], "max_gen_toks": 8, "temperature": 1.0}))] * 6
     of_sizes = [Harness(loaded, LENGTH, batch_size=size).generate_until(asked, disable_tqdm=True) for size in (1, 2, 6)]
-    assert of_sizes[0] == of_sizes[1] == of_sizes[2] and len(set(of_sizes[0])) == len(asked)
+    loaded = loaded._replace(tokenizer=loaded.tokenizer._replace(end_of_text=loaded.tokenizer.vocabulary))  # which no text has
+    end, lengths = Tokenizer.from_file(loaded.tokenizer.source).token_to_id("<|endoftext|>"), []
+    with torch.no_grad():
+        loaded.model.head.output.weight.zero_()
+    loaded.model.head.register_forward_hook(lambda *args: lengths.append(1) or args[2].index_fill(-1, torch.tensor([end]), 1.0))
+    stopped = SimpleNamespace(args=("one", {"until": ["<|endoftext|>"], "max_gen_toks": 8}))
+    Harness(loaded, LENGTH, batch_size=1).generate_until([stopped], disable_tqdm=True)
+    return of_sizes, len(lengths)
 
 
 @pytest.mark.slow  # as above: imports
-def test_a_special_token_may_be_a_stop_sequence(tmp_path, monkeypatch):
-    loaded = open_model(write(tmp_path / "model", "tests.tiny", "plain"), torch.device("cpu"))
-    end, stops = loaded.tokenizer.end_of_text, []
-
-    def generate(
-        model: Any, prompts: Any, tokens: int, ends: Any, sampling: Any, is_done: Any, numbers: Any
-    ) -> list[list[int]]:
-        stops.append(is_done([end]))
-        return [[]]
-
-    monkeypatch.setattr("titanlite.tools.harness.generate", generate)
-    options = {"until": [loaded.tokenizer.spelled([end])], "max_gen_toks": 8}
-    Harness(loaded, LENGTH, batch_size=1).generate_until([SimpleNamespace(args=("one", options))], disable_tqdm=True)
-    assert stops == [True]
+def test_equal_requests_are_sampled_independently_and_a_special_token_may_end_a_text(pools, tmp_path):
+    """Tasks with repeats have equal requests. Their texts had been the same again in each batch."""
+    folder = write(tmp_path / "model", "tests.tiny", "plain")
+    [(of_sizes, steps)] = pools[1].run("tests.unit.hf.test_lm_eval:samples", folder=folder)
+    assert of_sizes[0] == of_sizes[1] == of_sizes[2] and len(set(of_sizes[0])) == 6
+    assert steps == 1
 
 
 def _flat(value: Any) -> list[float]:
