@@ -238,11 +238,21 @@ def test_what_the_teacher_does_not_fit_is_refused(large, case):
     assert fault.startswith(key) and words in fault
 
 
+class HeadWithoutTeacher(Head):
+    """Its loss is that of Head, and titanlite calls it with one argument more than it takes."""
+
+    def forward(self, hidden, labels=None):
+        return super().forward(hidden, labels)
+
+
 def test_a_head_whose_logits_or_loss_distillation_would_not_compute_is_refused(large, monkeypatch):
     """A teacher's factor on its logits was left out, without a message; a student without the argument stopped in Python."""
     monkeypatch.setattr(tiny, "Model", with_head(OwnLossHead))
     (fault,) = faults_of(large)
     assert "the head of tests.tiny does not compute its loss by models.head.Head" in fault
+    monkeypatch.setattr(tiny, "Model", with_head(HeadWithoutTeacher))
+    (fault,) = faults_of(large)
+    assert fault.endswith("forward of the head of tests.tiny takes no teacher, as that of models.head.Head does")
     monkeypatch.undo()
     monkeypatch.setattr(llama3, "Model", with_head(ScaledHead, llama3))
     (fault,) = faults_of(large)

@@ -214,6 +214,15 @@ def test_more_ranks_than_gpus_are_refused_on_a_machine_with_gpus(monkeypatch):
     assert faults({}, ranks=4, local_ranks=2) == []
 
 
+def test_a_rank_leaves_the_data_and_the_number_of_gpus_to_what_it_does_next(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for dataset in ("c4", "tests.own.parts:unnamed"):
+        config = configuration({DATASET: dataset})
+        with pytest.raises(UserError, match="2 faults"):
+            check(config, "run.toml", 3, 3)
+        assert check(config, "run.toml", 3, 3, open_files=False) == []
+
+
 PREFETCH, ALL = {"parallelism.fsdp_prefetch": 2}, {OVERLAP: True, TP: 2, COMPILE: True}
 PINNED = {SAVE: True, MODE: "async_with_pinned_mem"}
 # (ranks, whether there is a GPU, options), their only fault, and the same for a correct configuration

@@ -121,7 +121,7 @@ def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
 def test_unequal_shards_are_not_gathered_in_float8_on_any_rank(ranks, faulty):
     """gloo aborted with SIGABRT: each rank gathered as many bytes as it held."""
     config = config_of({"enable_fsdp_float8_all_gather": True})
-    subject = Subject(config, ranks, None, False)
+    subject = Subject(config, ranks, None)
     subject.model = on_meta(family_of(config.model), config)
     found = [fault for step in STEPS if step.name == "FSDP2" for fault in step.faults(subject)]
     assert [f"{ranks} ranks do not divide the rows of layers.*.attention.wq" in each for each in found] == [True] * faulty

@@ -8,8 +8,9 @@ import pytest
 
 from titanlite.config.schema import Config
 from titanlite.data.timeline import Rollback
-from titanlite.ground.run_files import INCIDENTS, read_entries
-from titanlite.loop.divergence import Incidents, Spikes, StepRecord, decide, rollbacks
+from titanlite.ground.run_files import INCIDENTS, METRICS, read_entries
+from titanlite.loop.divergence import Incidents, Spikes, StepRecord, decide, faults, rollbacks
+from titanlite.registry.check import found_by
 
 NAN, INF = math.nan, math.inf
 BATCH = 8
@@ -120,6 +121,17 @@ def test_a_rollback_counts_only_for_a_start_from_a_later_checkpoint(tmp_path):
         incidents_of(tmp_path, "rollback", first_step)
         assert ("rollback", 12, "rollback", not counts) in entries_of(tmp_path)
     assert rollbacks(read_entries(tmp_path / INCIDENTS)) == []
+
+
+@pytest.mark.parametrize("name", [METRICS, INCIDENTS])
+def test_reports_and_incidents_that_cannot_be_read_refuse_a_start_and_none_are_no_fault(tmp_path, name):
+    config = Config.model_validate({"job": {"dump_folder": str(tmp_path / "run")}})
+    assert [*found_by(faults, config)] == []
+    (tmp_path / "run").mkdir()
+    assert [*found_by(faults, config)] == []
+    (tmp_path / "run" / name).write_text("{}\n")
+    (fault,) = found_by(faults, config)
+    assert fault.startswith(f"{tmp_path / 'run' / name}: line 1: ") and fault.endswith("; remove the line, or rename the file")
 
 
 # -------------------------------------------------------------------------------------------------------------- spikes

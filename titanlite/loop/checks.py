@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -37,29 +37,25 @@ log = logging.getLogger(__name__)
 _PATIENCE = 20.0  # seconds between two lines about code of the user's own that a check waits for
 
 
-def _family(subject: Subject) -> Iterable[str]:
+def _family(subject: Subject) -> None:
     subject.family = family_of(subject.config.model)
     subject.family.dimensions()  # checkpoints keep them
-    return ()
 
 
-def _model(subject: Subject) -> Iterable[str]:
+def _model(subject: Subject) -> None:
     subject.model = on_meta(subject.family, subject.config)
-    return ()
 
 
-def _flops(subject: Subject) -> Iterable[str]:
+def _flops(subject: Subject) -> None:
     subject.family.module.flops(subject.family.config, subject.config.training.seq_len)
-    return ()
 
 
-def _misfits(subject: Subject) -> Iterable[str]:
+def _misfits(subject: Subject) -> None:
     """Overrides that are valid one by one, but do not fit together, such as 6 heads with 4 key-value heads."""
     if subject.config.model.overrides:
         fails = f"a forward pass of {subject.config.model.title} fails"
         with calling(f"model.overrides: these dimensions do not fit together: {fails}"):
             run_forward(subject.family.on_meta(), batch=1, seq_len=16)
-    return ()
 
 
 # In this order, each after those that it needs.
@@ -73,8 +69,7 @@ CHECKS = (
     Check("optimizer", lambda s: build.faults(s.config)),
     Check("mesh", lambda s: mesh.faults(s.config, s.ranks)),
     Check("microbatches", lambda s: pipeline.microbatch_faults(s.config, s.ranks), ("mesh",)),
-    # a rank compares its own number with the GPUs that it sees, in process.start
-    Check("processes", lambda s: process.faults(s.local_ranks) if s.local_ranks is not None and s.open_files else ()),
+    Check("processes", lambda s: process.faults(s.local_ranks) if s.local_ranks is not None else ()),
     Check("family", of_module(_family)),
     Check("model", of_module(_model), ("family",)),
     Check("initial", of_module(lambda s: match_initial(s.model, s.family)[1]), ("model",)),
@@ -88,20 +83,17 @@ CHECKS = (
     Check("parameters of the optimizer", lambda s: build.model_faults(s.config.optimizer, s.model), ("model",)),
     Check("balance", lambda s: balance.faults(s.config, s.model), ("model",)),
     Check("tokenizer", lambda s: tokenizer.faults(s.config, s.family.config.vocab_size), ("family",)),
-    Check("sources", lambda s: sources.faults(s.config) if s.open_files else ()),
-    Check(
-        *("token files", lambda s: sources.file_faults(s.config, s.family.config.vocab_size) if s.open_files else ()),
-        ("sources", "tokenizer"),
-    ),
-    Check(
-        "own data", lambda s: own.faults(s.config, s.family.config.vocab_size) if s.open_files else (), ("sources", "tokenizer")
-    ),
+    Check("sources", lambda s: sources.faults(s.config)),
+    Check("token files", lambda s: sources.file_faults(s.config, s.family.config.vocab_size), ("sources", "tokenizer")),
+    Check("own data", lambda s: own.faults(s.config, s.family.config.vocab_size), ("sources", "tokenizer")),
     Check(
         "disk",
         lambda s: state.faults(s.config, s.model) if s.local_ranks is not None else (),
         ("run folder", "model", "parameters of the optimizer"),
     ),
 )
+# Not by a rank: it compares its own number with the GPUs that it sees, in process.start, and opens the data next.
+_BEFORE_RANKS = {"processes", "sources"}
 
 
 @phase("checking the configuration")
@@ -117,32 +109,32 @@ def check(
     """Raises Faults that lists every fault of a configuration for `ranks` processes.
 
     local_ranks: how many of them will run on this machine; None if it is not the machine that will train.
-    open_files: False for a rank, which opens and validates the token files next.
+    open_files: False for a rank, and for a command that reads no data: without _BEFORE_RANKS and what needs them.
     elsewhere: the run is for a machine with GPUs, and this one has none. The faults that only this machine has are then
     returned, not raised. more: checks after CHECKS.
     """
     cuda = torch.cuda.is_available()
     idle = config.idle(Hardware(cuda, ranks))
     # what has no effect has no faults either
-    subject = Subject(config.settled(Hardware(cuda or elsewhere)), ranks, local_ranks, open_files)
-    refused: list[str] = []
-    left: list[str] = []
+    subject = Subject(config.settled(Hardware(cuda or elsewhere)), ranks, local_ranks)
+    found: list[str] = []
     passed: set[str] = set()
+
+    def waived(fault: str) -> bool:
+        return elsewhere and isinstance(fault, MachineFault)
+
     for each in (*CHECKS, *more):
-        if not passed.issuperset(each.needs):
+        if not passed.issuperset(each.needs) or (each.name in _BEFORE_RANKS and not open_files):
             continue
         with _naming_slow_code(each.name):
-            found = list(found_by(each.faults, subject))
-        here = [fault for fault in found if elsewhere and isinstance(fault, MachineFault)]
-        left += here
-        refused += [fault for fault in found if fault not in here]
-        if len(here) == len(found):
+            faults = list(found_by(each.faults, subject))
+        found += faults
+        if all(map(waived, faults)):
             passed.add(each.name)
-    for fault in effects.faults(idle, refused):
-        (left if elsewhere and isinstance(fault, MachineFault) else refused).append(fault)
-    if refused:
+    found += effects.faults(idle, [fault for fault in found if not waived(fault)])
+    if refused := [fault for fault in found if not waived(fault)]:
         raise Faults(path, refused)
-    return left
+    return found
 
 
 @contextlib.contextmanager

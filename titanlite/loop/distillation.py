@@ -126,7 +126,7 @@ def faults(subject: Subject) -> Iterator[str]:
             raise UserError(f"has a vocabulary of {theirs:,}, and {config.model.title} one of {ours:,}; they must be equal")
         find_weights(folder, family, family.on_meta())
         yield from (f"{key}: {fault}" for fault in _tokenizer_faults(config.model.hf_assets_path, folder))
-        teacher = Subject(cfg, subject.ranks, subject.local_ranks, subject.open_files)
+        teacher = Subject(cfg, subject.ranks, subject.local_ranks)
         teacher.family, teacher.model = family, on_meta(family, cfg)
         if not isinstance(teacher.model.head, Head) or type(teacher.model.head).forward is not Head.forward:
             raise UserError(

@@ -12,7 +12,7 @@ import shlex
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,16 +197,11 @@ def rollbacks(entries: Iterable[dict[str, Any]]) -> list[Rollback]:
     return [Rollback(*(entry[name] for name in Rollback._fields)) for entry in counting]
 
 
-def faults(config: Config) -> Iterator[str]:
-    """Reports and incidents of earlier starts that cannot be read; a run continues their files."""
+def faults(config: Config) -> None:
+    """Raises UserError for reports or incidents of earlier starts that cannot be read; a run continues their files."""
     folder = Path(config.job.dump_folder)
-    if not folder.is_dir():  # a new run, or a fault of the run folder
-        return
-    for read in (lambda: read_reports(folder / METRICS), lambda: read_entries(folder / INCIDENTS)):
-        try:
-            read()
-        except UserError as error:
-            yield str(error)
+    read_reports(folder / METRICS)
+    read_entries(folder / INCIDENTS)
 
 
 # ------------------------------------------------------------------------------------------------------------- the whole run

@@ -146,7 +146,10 @@ class Reporter:
             self._write()
             with tolerated(self._path), contextlib.suppress(FileNotFoundError):  # there were no reports
                 sync(self._path)
-        self._close_board()
+        board, self.board = self.board, None
+        if board is not None:
+            with tolerated("TensorBoard's files"):
+                board.close()
 
     def _write(self) -> None:
         with tolerated(self._path):
@@ -157,12 +160,6 @@ class Reporter:
                         self._waiting = self._waiting[os.write(handle, self._waiting) :]
                 finally:
                     os.close(handle)
-
-    def _close_board(self) -> None:
-        board, self.board = self.board, None
-        if board is not None:
-            with tolerated("TensorBoard's files"):
-                board.close()
 
     def _to_board(self, add: Callable[[Any], None], purge_step: int | None = None) -> None:
         """Adds to TensorBoard's files. A failure ends the thread that writes them, and a later report begins another one."""

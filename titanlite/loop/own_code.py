@@ -161,7 +161,6 @@ def _hooks_of(name: str) -> dict[str, Part]:
     return hooks
 
 
-def faults(config: Config) -> Iterable[str]:
+def faults(config: Config) -> None:
     """Raises UserError for metrics and hooks that do not follow titanlite/interfaces.py."""
     OwnCode(config)
-    return ()
