@@ -84,6 +84,10 @@ class NotRun(Exception):
     """A check that does not apply to a model; the text says why."""
 
 
+class Declared(NotRun):
+    """A check of what a family declares unsupported; the text is its declaration, by which a run is refused."""
+
+
 class Undecided(str):
     """A difference that may be rounding or a fault."""
 

@@ -17,15 +17,16 @@ from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import Family
+from titanlite.registry.limits import no_generation, refused_dimensions
 from titanlite.registry.overrides import overridden
 from titanlite.transforms.activation_checkpoint import unchunkable
 from titanlite.verify import behavior, facts
 from titanlite.verify.compare import EVERY_MESH, MESHES, compare, meshes_of, unsplittable
 from titanlite.verify.facts import SMALL, size_of
-from titanlite.verify.limits import Declared, refused_generation, refused_mesh
 from titanlite.verify.rounding import settle, tolerances
 from titanlite.verify.small_runs import (
     TIMEOUT_SECONDS,
+    Declared,
     NotRun,
     Trained,
     Undecided,
@@ -154,7 +155,7 @@ def _checks_on_meta(model: Model, families: dict[str, Family], trained: Family, 
 
     def divides() -> list[str]:
         if most := trained.limits.tensor_parallel:
-            text = refused_mesh(model, trained, {"tp": most + 1})
+            text = _refusal(trained, {"tp": most + 1})
             if most == 1:
                 raise Declared(text)
             table.notes.append(text)
@@ -250,7 +251,7 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
     def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
         nonlocal step
         assert alone is not None and alone.stored is not None
-        if text := refused_mesh(model, family, degrees):
+        if text := _refusal(family, degrees):
             raise Declared(text)
         if reason := unsplittable(family, whole, degrees):
             raise NotRun(reason)
@@ -274,11 +275,11 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
 
     def causality() -> list[str]:
         if not family.limits.causal:
-            raise Declared(f"{refused_mesh(model, family, {'cp': 2})}\n{refused_generation(model, family)}")
+            raise Declared(_refusal(family, {"cp": 2}))
         return behavior.causality_faults(family)
 
     def generation() -> list[str]:
-        if text := refused_generation(model, family):
+        if text := no_generation(family.limits):
             raise Declared(text)
         return behavior.generation_faults(family)
 
@@ -311,6 +312,11 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
         Check(RESUME, run_whole, (widest,)),
         Check(RANDOM, lambda: random_faults(whole_runs[0]), (RESUME,), (RESUME,)),
     ]
+
+
+def _refusal(family: Family, degrees: dict[str, int]) -> str:
+    """What a family declares against a mesh; "" for nothing."""
+    return next(iter(refused_dimensions(family.limits, degrees).values()), "")
 
 
 def over_flavors(families: dict[str, Family], check: Callable[[Family], list[str]]) -> list[str]:
