@@ -36,7 +36,6 @@ from titanlite.verify.small_runs import (
     forgotten_buffers,
     gradients_small,
     guarded,
-    rounding_faults,
     train_small,
 )
 from titanlite.verify.whole_runs import Runs, random_faults, run_faults, run_loops
@@ -53,15 +52,10 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
     "by operation": {"mode": "selective", "selective_ac_option": "op"},
 }
 CHECKPOINT, BUFFERS = "checkpoint", "buffers"
-ROUNDING = "rounding"
-STOCHASTIC: dict[str, dict[str, Any]] = {
-    "training": {"dtype": "bfloat16", "steps": 1},
-    "optimizer": {"rounding": "stochastic", "implementation": "for-loop"},  # "fused" compiles titanlite's kernel: seconds
-}
 RESUME, RANDOM = "resume", "random numbers"
 ROWS = (
     *(*TABLES, CONSTRUCTOR, DIVIDES, FLOPS, HUGGING_FACE, TRAINED, *BEHAVIOR, RECOMPUTED, COMPILED),
-    *(*EVERY_MESH, CHECKPOINT, BUFFERS, ROUNDING, RESUME, RANDOM),
+    *(*EVERY_MESH, CHECKPOINT, BUFFERS, RESUME, RANDOM),
 )
 
 
@@ -262,10 +256,6 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
         step += not faults
         return differences(trained, alone, f"on {mesh}", {}, degrees)
 
-    def round_stochastically() -> list[str]:
-        alone, split = (run(train_small, STOCHASTIC, degrees) for degrees in ({}, MESHES["shard 2"]))
-        return rounding_faults(split.trajectory, alone.trajectory)
-
     def run_whole() -> list[str]:
         degrees = MESHES[widest]
         words = model, degrees, saves.parent
@@ -308,7 +298,6 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
         *on_meshes,
         Check(CHECKPOINT, all_loaded, (), (TRAINED, *meshes)),
         Check(BUFFERS, lambda: unsteady, (TRAINED,), (TRAINED, RECOMPUTED, COMPILED, *meshes)),
-        Check(ROUNDING, round_stochastically, ("shard 2",)),
         Check(RESUME, run_whole, (widest,)),
         Check(RANDOM, lambda: random_faults(whole_runs[0]), (RESUME,), (RESUME,)),
     ]
