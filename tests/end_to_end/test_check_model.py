@@ -256,7 +256,7 @@ def test_state_that_a_checkpoint_does_not_restore_is_named(pools, tmp_path):
     assert damage(split, stored) == ["optimizer.embed.weight.exp_avg is not what was saved"]
     (tmp_path / "saves" / "step-00000001" / "manifest.json").unlink()
     again = trained(pools, "tests.tiny", "tied", {}, {"dp_shard": 2}, tmp_path / "saves", 1, ranks=2)
-    assert "manifest.json: is missing" in damage(again, one.stored)[0]
+    assert "manifest.json: is missing" in str(again)
 
 
 def test_buffers_that_change_differently_on_a_mesh_or_by_recomputation_or_that_checkpoints_lack_are_named(pooled, monkeypatch):
