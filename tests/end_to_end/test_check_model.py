@@ -199,7 +199,7 @@ def test_rows_beyond_a_familys_limits_are_neither_run_nor_failed(pooled, monkeyp
     declared = [row.name for row in rows.values() if row.verdict == "declared"]
     assert failed(rows) == {} and not_run(rows) == []
     assert declared == [DIVIDES, GENERATE, "2 x 2", "tp 2", "pipeline 2"]
-    assert all("refused, as checked: " in rows[name].texts[0] for name in declared)
+    assert all(rows[name].texts[0].startswith('declares LIMITS["') for name in declared)
 
 
 # ------------------------------------------------------------------------------------------------------------- other faults
@@ -256,7 +256,7 @@ def test_state_that_a_checkpoint_does_not_restore_is_named(pools, tmp_path):
     assert damage(split, stored) == ["optimizer.embed.weight.exp_avg is not what was saved"]
     (tmp_path / "saves" / "step-00000001" / "manifest.json").unlink()
     again = trained(pools, "tests.tiny", "tied", {}, {"dp_shard": 2}, tmp_path / "saves", 1, ranks=2)
-    assert "manifest.json: is missing" in damage(again, one.stored)[0]
+    assert "manifest.json: is missing" in str(again)
 
 
 def test_buffers_that_change_differently_on_a_mesh_or_by_recomputation_or_that_checkpoints_lack_are_named(pooled, monkeypatch):
@@ -295,7 +295,7 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert command(monkeypatch, "tests.forks.missing_entry:tied") == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "tests.forks.missing_entry: tied on meta; tied trained"
-    assert out[-1] == "1 of 25 checks failed"
+    assert out[-1] == "1 of 24 checks failed"
 
 
 def test_overrides_reach_the_flavors_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):

@@ -9,8 +9,6 @@ import torch
 from tests.distributed.pool import Pool
 from titanlite.config.schema import Model
 from titanlite.verify import whole_runs
-from titanlite.verify.compare import Trajectory
-from titanlite.verify.small_runs import rounding_faults
 from titanlite.verify.whole_runs import AT, STEPS, Runs, TrainingRun, random_faults, run_faults
 
 HERE = "tests.end_to_end.test_check_model_loop"
@@ -69,15 +67,3 @@ def test_ranks_that_draw_equal_random_numbers_are_named():
     runs = Runs(whole([[0.1, 0.2], [0.7, 0.2]]), whole(), whole())
     (fault,) = random_faults(runs)
     assert fault.startswith("rank 0 in forward pass 2 and rank 1 in forward pass 2 draw the same random numbers")
-
-
-def test_many_differently_rounded_weights_on_a_mesh_are_a_fault_and_few_are_not():
-    def trajectory(update: torch.Tensor) -> Trajectory:
-        return Trajectory({}, [], [], [], {}, set(), {"embed.weight": update, "head.weight": torch.zeros(100)})
-
-    alone = trajectory(torch.zeros(100))
-    few, many = (trajectory((torch.arange(100) < count).float()) for count in (8, 30))
-    assert rounding_faults(few, alone) == []
-    assert rounding_faults(many, alone) == [
-        "rounding makes 15.0% of the weights others than in one process, most in embed.weight"
-    ]

@@ -25,7 +25,7 @@ from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, read_metadata
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
-from titanlite.tools.checkpoint import verify
+from titanlite.tools.checkpoint import LINES, print_each
 
 pytestmark = pytest.mark.usefixtures("group_of_file")
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
@@ -357,11 +357,11 @@ def test_a_file_is_compared_by_size_and_checksum(tmp_path):
 
 
 def test_the_command_names_every_damaged_file_and_one_damaged_checkpoint_is_a_failure(tmp_path, written, capsys):
-    assert verify([tmp_path]) == 1
+    assert print_each([tmp_path], LINES["verify"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == sorted(f"{tmp_path / name}: is missing" for name in FILES)
 
 
 def test_a_checkpoint_that_a_run_has_deleted_before_its_turn_is_no_damage(tmp_path, capsys):
-    assert verify([tmp_path / "step-00000001"]) == 0
+    assert print_each([tmp_path / "step-00000001"], LINES["verify"]) == 0
     assert "deleted meanwhile" in capsys.readouterr().out

@@ -9,14 +9,13 @@ import pytest
 
 from tests import tiny
 from titanlite.config.read import Faults
-from titanlite.config.schema import Config, Model
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
+from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
-from titanlite.registry import limits
 from titanlite.registry.family import BrokenModule, limits_of, load_family
 from titanlite.tools import generate as command
 from titanlite.tools import verify
-from titanlite.verify import limits as verified_limits
-from titanlite.verify.limits import refused_generation, refused_mesh
 
 PP, CP, TP = (f"parallelism.{name}_parallel_degree" for name in ("pipeline", "context", "tensor"))
 PROMPTS, POLICY = "validation.sample_prompts", "training.document_policy"
@@ -85,12 +84,16 @@ def test_an_attribute_that_has_no_effect_is_named():
 
 @pytest.mark.parametrize("name", ["generates", "causal"])
 def test_the_commands_that_generate_or_score_refuse_a_family_that_cannot_before_they_start_ranks(monkeypatch, tmp_path, name):
-    """`generate` and `score` refuse it too: test_check_model.py has the row that requires it."""
+    """`generate` and `score` refuse it too."""
     declared(monkeypatch, **{name: False})
     monkeypatch.setattr(command, "checkpoints", lambda folder: [folder])
     monkeypatch.setattr(command, "family_at", lambda _source, model, _assets: load_family(model, "plain"))
     with pytest.raises(ValueError, match=f'cannot generate or score: it declares LIMITS\\["{name}"\\] = False'):
         command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, tokenizer=None, model="tests.tiny"))
+    model = load_family("tests.tiny", "plain").on_meta()
+    for call in (lambda: generate(model, [[0]], 1, (), Sampling()), lambda: score(model, [([0], [0])])):
+        with pytest.raises(UserError, match=f'declares LIMITS\\["{name}"\\] = False'):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -106,25 +109,6 @@ def test_the_commands_that_split_a_model_refuse_what_a_run_refuses(monkeypatch, 
     monkeypatch.setattr(command, "family_at", lambda _source, model, _assets: load_family(model, "plain"))
     with pytest.raises(ValueError, match=re.escape(fault)):
         command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, tokenizer=None, model="tests.tiny", tp=tp))
-
-
-def test_check_model_fails_if_a_start_does_not_enforce_the_limits(monkeypatch):
-    declared(monkeypatch, stages=False, generates=False)
-    model, family = Model(name="tests.tiny", flavor="plain"), load_family("tests.tiny", "plain")
-    monkeypatch.setattr(limits, "faults", lambda _config, _model: [])
-    with pytest.raises(ValueError, match="and a run that needs it is not"):
-        refused_mesh(model, family, {"pp": 2})
-    with pytest.raises(ValueError, match=r'"generates".* is not refused'):
-        refused_generation(model, family)
-    monkeypatch.undo()
-    declared(monkeypatch, generates=False)
-
-    def scores(*_arguments: Any) -> list[tuple[float, bool]]:
-        return [(0.0, True)]
-
-    monkeypatch.setattr(verified_limits, "score", scores)
-    with pytest.raises(ValueError, match="and scores does not refuse it"):
-        refused_generation(model, load_family("tests.tiny", "plain"))
 
 
 def test_verify_leaves_out_meshes_that_a_run_refuses_and_prints_why(monkeypatch, capsys):

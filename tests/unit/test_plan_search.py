@@ -143,7 +143,7 @@ def test_candidates_divide_the_ranks_and_fit_and_are_sorted():
     assert found and all(each.choice.ranks == 256 for each in found)
     assert [each.seconds.total for each in found] == sorted(each.seconds.total for each in found)
     assert max(each.memory for each in found) < JOB.device.memory_gib * 2**30
-    assert len({each.mesh for each in found}) < len(found), "a mesh has several microbatches and ways to recompute"
+    assert len({each.choice[:6] for each in found}) < len(found), "a mesh has several microbatches and ways to recompute"
     least = candidates(JOB, 256, "memory")[0]
     assert least.memory == min(memory(JOB, each) for each in choices(JOB, 256))
     assert not candidates(job("llama_405b"), 8, "memory"), "405B parameters fit no 8 GPUs"

@@ -84,7 +84,7 @@ def on_rank_0(routing: Routing, layout: Layout) -> tuple[Load, Load]:
 
     def share(experts: int) -> float:
         """Of all tokens, those for some of so many experts, of another rank or node than rank 0's unless they choose freely."""
-        return _any_of(experts, every - layout.experts if here else every, layout.copies - here)
+        return any_of(experts, every - layout.experts if here else every, layout.copies - here)
 
     own, rows = (1.0, layout.ranks * here) if here else (share(layout.experts), layout.copies)  # of one token of each rank
     with disable_current_modes():  # fake tensors have no values
@@ -110,7 +110,7 @@ def on_rank_0(routing: Routing, layout: Layout) -> tuple[Load, Load]:
     return load(len(cuts) - 1, layout.tokens), load(max(0, len(cuts) - 1 - layout.kept_chunks), layout.tokens - kept)
 
 
-def _any_of(own: int, every: int, chosen: int) -> float:
+def any_of(own: int, every: int, chosen: int) -> float:
     """How likely one of `own` experts is among the `chosen` ones of a token, which are equally likely any of `every`."""
     return 1 - math.comb(every - own, chosen) / math.comb(every, chosen)
 
@@ -211,14 +211,12 @@ def _counts(layout: Layout, hops: list[Hop], groups: list[str]) -> Iterator[Mess
     """The all-to-alls of one hop after the other, and of the all-gather of all loads."""
     of_part = 8 * layout.parts
     behind, gathered = layout.ranks, len(hops)
-    sizes = list[tuple[int, int]]()
+    sizes = [0] * len(hops)
     for number, hop in enumerate(hops):
-        sizes.append((number, of_part * (2 * behind + (hop.receivers if number < len(hops) - 1 else 0))))
+        sizes[number] += of_part * (2 * behind + (hop.receivers if number < len(hops) - 1 else 0))
         behind //= hop.receivers
     for number in reversed(range(len(hops))):
         gathered *= hops[number].receivers
-        sizes.append((number, of_part * gathered))
-    for number, (hop, group) in enumerate(zip(hops, groups, strict=True)):
-        size = sum(size for which, size in sizes if which == number)
-        sent = size * (hop.receivers - 1) // hop.receivers
-        yield Message(f"experts: counts{_WAYS[len(hops)][number]}", group, 2, size, sent)
+        sizes[number] += of_part * gathered
+    for hop, group, way, size in zip(hops, groups, _WAYS[len(hops)], sizes, strict=True):
+        yield Message(f"experts: counts{way}", group, 2, size, size * (hop.receivers - 1) // hop.receivers)

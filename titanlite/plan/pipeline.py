@@ -4,6 +4,7 @@ Rehearsed are the orders of work that PyTorch's schedules give their ranks. A st
 are there; sending takes no time.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,17 +40,17 @@ def orders(schedule: str, ranks: int, microbatches: int, stages: int) -> list[li
     """
     if STAGES_OF_A_RANK[schedule] > 1:
         return _listed(schedule, ranks, microbatches, stages)
-    forward = [[Action("F", rank, number) for number in range(microbatches)] for rank in range(ranks)]
-    backward = [[Action("B", rank, number) for number in range(microbatches)] for rank in range(ranks)]
-    ahead = [passes_ahead(schedule, ranks, microbatches, rank=rank) for rank in range(ranks)]
-    return [
-        [
-            *first[:more],
-            *(each for pair in zip(last, first[more:], strict=False) for each in pair),
-            *last[microbatches - more :],
-        ]
-        for first, last, more in zip(forward, backward, ahead, strict=True)
-    ]
+
+    def of_rank(rank: int) -> Iterator[Action]:
+        ahead = passes_ahead(schedule, ranks, microbatches, rank=rank)
+        for number in range(ahead):
+            yield Action("F", rank, number)
+        for number in range(microbatches):
+            yield Action("B", rank, number)
+            if ahead + number < microbatches:
+                yield Action("F", rank, ahead + number)
+
+    return [[*of_rank(rank)] for rank in range(ranks)]
 
 
 def passes_ahead(schedule: str, ranks: int, microbatches: int, stages: int = 1, rank: int = 0) -> int:
@@ -94,25 +95,18 @@ def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequ
     Raises UserError if no rank can go on.
     """
     done: dict[tuple[str, int, int], float] = {}
-    busy = 0.0
-    clocks, nexts = [0.0] * len(order), [0] * len(order)
-    last, waiting = len(forward) - 1, set(range(len(order)))
-    while waiting:
-        moved = False
-        for rank in sorted(waiting):
-            for kind, stage, number in order[rank][nexts[rank] :]:
-                needs = needs_of(kind, stage, number, last)
-                if any(each not in done for each in needs):
-                    break
-                took = forward[stage] if kind == "F" else backward[stage]
-                clocks[rank], busy = max([clocks[rank], *(done[each] for each in needs)]) + took, busy + took
-                done[kind, stage, number] = clocks[rank]
-                nexts[rank], moved = nexts[rank] + 1, True
-            else:
-                waiting.remove(rank)
-        if waiting and not moved:
-            stuck = ", ".join(f"rank {rank} before {order[rank][nexts[rank]]}" for rank in sorted(waiting))
+    busy, last = 0.0, len(forward) - 1
+    clocks, left = [0.0] * len(order), [deque(actions) for actions in order]
+    while any(left):
+        ready = [rank for rank, actions in enumerate(left) if actions and done.keys() >= {*needs_of(*actions[0], last)}]
+        if not ready:
+            stuck = ", ".join(f"rank {rank} before {actions[0]}" for rank, actions in enumerate(left) if actions)
             raise UserError(f"the schedule deadlocks: {stuck}")
+        for rank in ready:
+            action = left[rank].popleft()
+            took = (forward if action.kind == "F" else backward)[action.stage]
+            clocks[rank] = max([clocks[rank], *(done[each] for each in needs_of(*action, last))]) + took
+            done[action], busy = clocks[rank], busy + took
     return Rehearsal(1 - busy / (len(order) * max(clocks)), done)
 
 

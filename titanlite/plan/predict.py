@@ -280,13 +280,8 @@ def as_measured(config: Config) -> Config:
     attention = "math" if config.model.attention == "math" else "auto"  # the one kernel that keeps all scores
     register_backend()
     compile = Compile(enable=True, components=["model"], backend=PARTITIONED) if compiles(config, "model") else Compile()
-    return config.model_copy(
-        update={
-            "compile": compile,
-            "model": config.model.model_copy(update={"attention": attention}),
-            "parallelism": config.parallelism.model_copy(update={"enable_async_tensor_parallel": False}),
-        }
-    )
+    config = config.model_copy(update={"compile": compile})
+    return config.with_keys({"model.attention": attention, "parallelism.enable_async_tensor_parallel": False})
 
 
 def offloaded(held: MicrobatchMemory) -> MicrobatchMemory:

@@ -38,10 +38,6 @@ class Candidate(NamedTuple):
     memory: float
     measured: int | None = None
 
-    @property
-    def mesh(self) -> tuple[int, ...]:
-        return self.choice[:6]
-
 
 def candidates(job: Job, ranks: int, objective: Objective) -> list[Candidate]:
     """Every choice that, roughly, fits the memory, the best first."""

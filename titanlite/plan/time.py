@@ -15,6 +15,7 @@ from pydantic import Field
 from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Positive, read_toml, validated
+from titanlite.plan.experts import any_of
 from titanlite.plan.pipeline import passes_ahead
 from titanlite.plan.report import GIB, RESERVE
 from titanlite.plan.shape import ExpertShape, Layer, Shape
@@ -254,8 +255,7 @@ class Pass(NamedTuple):
 @functools.cache
 def reached(experts: ExpertShape, parts: int) -> float:
     """Of `parts` equal parts of the experts, those that have some of a token's, on average over balanced routing."""
-    without = math.comb(experts.number - experts.number // parts, experts.top_k) / math.comb(experts.number, experts.top_k)
-    return parts * (1 - without)
+    return parts * any_of(experts.number // parts, experts.number, experts.top_k)
 
 
 def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
@@ -264,20 +264,13 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
     own, hidden = tokens / tp, job.item * tokens * shape.dim  # between blocks the sequence is split; bytes of hidden states
     seconds, values = 0.0, _STREAMS * shape.dim * own
     for rows, columns, split in (each[:3] for each in layer.matrices for _ in range(each.times)):
-        # Without a style, each rank of tp multiplies its own tokens.
-        many, parts = (tokens, tp) if split else (own, 1)
-        seconds += matmul(
-            job,
-            many,
-            rows / parts if split == "column" else rows,
-            columns / parts if split == "row" else columns,
-            1,
-            job.float8,
-        )
+        many = tokens if split else own  # without a style, each rank of tp multiplies its own tokens
+        out, into = rows / (tp if split == "column" else 1), columns / (tp if split == "row" else 1)
+        seconds += matmul(job, many, out, into, float8=job.float8)
         # results are read; the inputs of "row", such as the rotated queries and the activations, are written
-        values += rows * many / (parts if split == "column" else 1) + (columns * many / parts if split == "row" else 0)
+        values += many * (out + (into if split == "row" else 0))
         if job.float8:  # inputs are read for their scale, read again, and written in half the bytes
-            values += 2.5 * columns * many / (parts if split == "row" else 1)
+            values += 2.5 * many * into
     exchanged = 0.0
     if experts := layer.experts:
         copies = own * experts.top_k  # rows of a rank, of any experts

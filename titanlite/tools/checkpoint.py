@@ -27,11 +27,12 @@ from titanlite.tools.options import command_parser, existing_folder
 def main() -> None:
     """Exit code 0; 1: a checkpoint is damaged; 2: there is none, or the machine cannot read it."""
     parser = command_parser("checkpoint", __doc__)
-    parser.add_argument("action", choices=list(_ACTIONS))
+    parser.add_argument("action", choices=[*LINES, "show"])
     parser.add_argument("dir", type=existing_folder)
     options = parser.parse_args()
     try:
-        sys.exit(_ACTIONS[options.action](checkpoints(options.dir)))
+        sources = checkpoints(options.dir)
+        sys.exit(show(sources) if options.action == "show" else print_each(sources, LINES[options.action]))
     except manifest.Damaged as error:
         print(error, file=sys.stderr)
         sys.exit(1)
@@ -61,10 +62,6 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=["model", "ema"], default="model", help="ema: their average (optimizer.ema_decay)")
 
 
-def list_all(sources: list[Path]) -> int:
-    return _print_each(sources, _listed)
-
-
 def _listed(source: Path) -> str:
     stored = manifest.read(source)
     size = sum(contents.bytes for contents in stored.files.values())
@@ -79,16 +76,12 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def verify(sources: list[Path]) -> int:
-    return _print_each(sources, _verified)
-
-
 def _verified(source: Path) -> str:
     load.intact(source)
     return f"{source}: sound"
 
 
-def _print_each(sources: list[Path], line_of: Callable[[Path], str]) -> int:
+def print_each(sources: list[Path], line_of: Callable[[Path], str]) -> int:
     """Prints the line of each checkpoint, or its damage; -> the exit code."""
     code = 0
     for source in sources:
@@ -116,4 +109,4 @@ def show(sources: list[Path]) -> int:
     return 0
 
 
-_ACTIONS = {"list": list_all, "verify": verify, "show": show}
+LINES = {"list": _listed, "verify": _verified}

@@ -119,8 +119,8 @@ def sound(found: list[Candidate], path: str, words: list[str], job: Job, top: in
     winners: list[Candidate] = []
     refused: list[str] = []
     on_cpu = job.device.cpu_ranks > 0
-    most = dict[tuple[object, ...], float]()  # of a mesh, or of one recomputation on it: the memory of which more is not tried
-    never: list[dict[str, Any]] = []  # values of a choice with which every mesh is refused, such as one degree
+    # values of a choice, such as one degree, and the memory of which more is not tried with them; -inf: nothing is
+    tried: list[tuple[dict[str, Any], float]] = []
 
     def checked(choice: Choice) -> Config:
         chosen = [word for key, value in keys_of(choice).items() for word in (f"--{key}", str(value))]
@@ -130,11 +130,10 @@ def sound(found: list[Candidate], path: str, words: list[str], job: Job, top: in
 
     for candidate in found:
         choice = candidate.choice
-        recomputed = *candidate.mesh, choice.recompute
-        if candidate.memory > min(most.get(key, math.inf) for key in (candidate.mesh, recomputed)):
+        given = choice._asdict()
+        if any(candidate.memory > most and values.items() <= given.items() for values, most in tried):
             continue
-        if any(all(getattr(choice, field) == value for field, value in each.items()) for each in never):
-            continue
+        mesh = {name: given[name] for name in Choice._fields[:6]}
         if len(refused) == _TRIED:
             return winners, refused, True
         try:
@@ -142,25 +141,22 @@ def sound(found: list[Candidate], path: str, words: list[str], job: Job, top: in
         except Faults as faults:
             refused.append(f"{name_of(choice)}: {faults.faults[0]}")
             named = named_by(faults.faults[0], choice)
-            tried = named, named | {"recompute": choice.recompute}
-            cause = next((each for each in tried if faults.faults[0] in faults_of(checked, each)), None)
-            if cause is None:
-                most[recomputed] = 0.0
-            elif cause:
-                never.append(cause)
-            else:
+            recompute = {"recompute": choice.recompute}
+            values = next((each for each in (named, named | recompute) if faults.faults[0] in faults_of(checked, each)), None)
+            if values == {}:
                 on_any = faults_of(checked, {})
                 raise Faults(path, [each for each in faults.faults if each in on_any]) from None
+            tried.append((values or mesh | recompute, -math.inf))
             continue
         measured = None
         if not winners and not BEFORE_2_13:  # which cannot predict with bfloat16
             measured = predicted(config, choice.ranks, "cpu" if on_cpu else "cuda")
             if measured > room_of(job):
                 refused.append(f"{name_of(choice)}: takes {measured / GIB:.0f} GiB by titanlite estimate")
-                most[candidate.mesh] = candidate.memory * room_of(job) / measured
+                tried.append((mesh, candidate.memory * room_of(job) / measured))
                 continue
         winners.append(candidate._replace(measured=measured))
-        most[candidate.mesh] = 0.0
+        tried.append((mesh, -math.inf))
         if len(winners) == top:
             break
     return winners, refused, False

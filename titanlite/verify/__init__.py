@@ -8,6 +8,5 @@ facts.py       rows without training: tables, constructor, FLOPs, Hugging Face
 behavior.py    rows of one forward pass: causality, documents, generation, bfloat16
 small_runs.py  rows that train a small model on meshes
 whole_runs.py  rows of whole runs: resume, random numbers
-limits.py      a run that needs what a family declares unsupported is refused
 coordinates.py the coordinate check of muP
 """

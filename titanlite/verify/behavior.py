@@ -227,18 +227,16 @@ def generation_faults(family: Family) -> list[str]:
     advice = "; keep what later tokens need in seq.cache, or raise NotImplementedError where it is not None"
     if wrong := _wrong_of_calls(calls, expected, texts):
         return [f"generate changes {wrong} of a text of {PROMPTS[wrong.row]} tokens, compared with no cache{advice}"]
-    for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
-        own = logits[row, len(prompt) - 1 : len(prompt) - 1 + NEW]
-        missing = own.amax(-1) - own.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        if (missing > 1e-3 * own.std(-1)).any():
-            return [f"generate chooses other tokens after {len(prompt)} tokens than the logits without a cache"]
     with recording(model) as calls:
         scores = score(model, [(prompt, tokens) for prompt, tokens in zip(prompts, new, strict=True)])
     if wrong := _wrong_of_calls(calls, expected, texts):
         return [f"score changes {wrong} of a text of {PROMPTS[wrong.row]} tokens, compared with no cache{advice}"]
     for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
-        own = logits[row, len(prompt) - 1 : len(prompt) - 1 + NEW].log_softmax(-1)
-        logprob = own.gather(-1, torch.tensor(tokens)[:, None]).sum().item()
+        own, chosen = logits[row, len(prompt) - 1 : len(prompt) - 1 + NEW], torch.tensor(tokens)[:, None]
+        missing = own.amax(-1) - own.gather(-1, chosen)[:, 0]
+        if (missing > 1e-3 * own.std(-1)).any():
+            return [f"generate chooses other tokens after {len(prompt)} tokens than the logits without a cache"]
+        logprob = own.log_softmax(-1).gather(-1, chosen).sum().item()
         if abs(scores[row][0] - logprob) > 1e-4 * abs(logprob):
             return [f"score gives {scores[row][0]:.6g} after {len(prompt)} tokens, and {logprob:.6g} without a cache"]
     return []

@@ -25,7 +25,6 @@ from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config, Model
 from titanlite.data.batch import Batch
-from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import describe_error
 from titanlite.launch.process import of_all_ranks
 from titanlite.loop.loss import sequence_of
@@ -35,7 +34,6 @@ from titanlite.registry.family import Family, family_of
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, initialize, match_initial
 from titanlite.transforms.parameters import every_layer
-from titanlite.transforms.shards import local_part
 from titanlite.verify.compare import (
     FIRST_NORM,
     Comparison,
@@ -53,7 +51,6 @@ from titanlite.verify.compare import (
 from titanlite.verify.rounding import FLOAT64, gradients_in_float64, noise_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
-ROUNDED = 0.05  # the share of weights that may be rounded to another value; the families of models/ have 0.003 at most
 BUFFERS = 1e-3  # tolerance for what a few steps change in a buffer, as for the gradient norms of several steps
 TIMEOUT_SECONDS = 60  # of collectives, after a rank has failed
 _DROPPED = 0.1  # of the inputs of a block's parts
@@ -67,7 +64,6 @@ class Trained(NamedTuple):
     trajectory: Trajectory
     faults: list[str]  # that need no comparison with another run
     buffers: "Buffers"
-    unreadable: str = ""  # why the checkpoint could not be loaded
     stored: dict[str, str] | None = None  # tensor's name -> digest, of the checkpoint that was written
 
 
@@ -82,6 +78,10 @@ class Buffers(NamedTuple):
 
 class NotRun(Exception):
     """A check that does not apply to a model; the text says why."""
+
+
+class Declared(NotRun):
+    """A check of what a family declares unsupported; the text is its declaration, by which a run is refused."""
 
 
 class Undecided(str):
@@ -133,10 +133,7 @@ def train_small(
     tensors = run_tensors(run.model, run.optimizer, None)
     if step:
         source = step_folder(saves, step)
-        try:
-            load_tensors(source, verified(source), tensors, elsewhere=everywhere(run.model, dict.fromkeys(tensors)))
-        except UserError as error:  # on all ranks
-            return Trained(trajectory, faults, buffers, unreadable=str(error))
+        load_tensors(source, verified(source), tensors, elsewhere=everywhere(run.model, dict.fromkeys(tensors)))
     _save(saves, step + 1, tensors)
     digests = {name: _digest(whole(tensor)) for name, tensor in tensors.items()}
     return Trained(trajectory, faults, buffers, stored=everywhere(run.model, digests))
@@ -171,8 +168,7 @@ def _builder(
 
 def damage(trained: Trained, stored: dict[str, str]) -> list[str]:
     """The faults of a checkpoint that a run has loaded. stored: what was written."""
-    if trained.unreadable or trained.stored is None:
-        return [trained.unreadable]
+    assert trained.stored is not None
     return [f"{every_layer(name)} is not what was saved" for name in stored if trained.stored.get(name) != stored[name]]
 
 
@@ -263,17 +259,6 @@ def _equal_values(weights: dict[str, Tensor]) -> list[str]:
         if value.numel() > 1 and (value != value.flatten()[0]).any():
             owners.setdefault(_digest(value), []).append(name)
     return next((names for names in owners.values() if len(names) > 1), [])
-
-
-def rounding_faults(split: Trajectory, alone: Trajectory) -> list[str]:
-    """A fault if stochastic rounding gives too many bfloat16 weights another value on a mesh than in one process.
-
-    Another order of a sum changes few of them. Random numbers that depend on the shard change a tenth.
-    """
-    unequal = {name: update != split.updates[name] for name, update in alone.updates.items()}
-    share = sum(each.sum().item() for each in unequal.values()) / sum(each.numel() for each in unequal.values())
-    worst = max(unequal, key=lambda name: unequal[name].float().mean().item())
-    return [f"rounding makes {share:.1%} of the weights others than in one process, most in {worst}"] if share > ROUNDED else []
 
 
 def describe(comparison: Comparison) -> list[str]:
@@ -385,19 +370,13 @@ def _own_part(rows: Tensor, run: Run) -> Tensor:
     return part.unflatten(0, (-1, run.config.training.local_batch_size))
 
 
-@torch.no_grad()
 def _save(saves: Path, step: int, tensors: dict[str, Tensor]) -> None:
     if dist.get_rank() == 0:
         saves.mkdir(exist_ok=True)
-    saver = Saver(saves, Config().checkpoint.model_copy(update={"async_mode": "async"}), TIMEOUT_SECONDS)
+    saver = Saver(saves, Config().checkpoint, TIMEOUT_SECONDS)
     sections: dict[str, Any] = {key: {} for key in ("data", "config", "architecture")}
-    own = {name: local_part(tensor).clone() for name, tensor in tensors.items()}
     saver.save(step, tensors, {"samples": 0, "global_batch": GLOBAL_BATCH, **sections})
-    for tensor in tensors.values():
-        local_part(tensor).zero_()  # what training does next must not reach the checkpoint
     saver.finish()
-    for name, tensor in tensors.items():
-        local_part(tensor).copy_(own[name])
 
 
 def _digest(tensor: Tensor) -> str:

@@ -17,15 +17,16 @@ from titanlite.ground.errors import UserError
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import Family
+from titanlite.registry.limits import no_generation, refused_dimensions
 from titanlite.registry.overrides import overridden
 from titanlite.transforms.activation_checkpoint import unchunkable
 from titanlite.verify import behavior, facts
 from titanlite.verify.compare import EVERY_MESH, MESHES, compare, meshes_of, unsplittable
 from titanlite.verify.facts import SMALL, size_of
-from titanlite.verify.limits import Declared, refused_generation, refused_mesh
 from titanlite.verify.rounding import settle, tolerances
 from titanlite.verify.small_runs import (
     TIMEOUT_SECONDS,
+    Declared,
     NotRun,
     Trained,
     Undecided,
@@ -35,7 +36,6 @@ from titanlite.verify.small_runs import (
     forgotten_buffers,
     gradients_small,
     guarded,
-    rounding_faults,
     train_small,
 )
 from titanlite.verify.whole_runs import Runs, random_faults, run_faults, run_loops
@@ -52,15 +52,10 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
     "by operation": {"mode": "selective", "selective_ac_option": "op"},
 }
 CHECKPOINT, BUFFERS = "checkpoint", "buffers"
-ROUNDING = "rounding"
-STOCHASTIC: dict[str, dict[str, Any]] = {
-    "training": {"dtype": "bfloat16", "steps": 1},
-    "optimizer": {"rounding": "stochastic", "implementation": "for-loop"},  # "fused" compiles titanlite's kernel: seconds
-}
 RESUME, RANDOM = "resume", "random numbers"
 ROWS = (
     *(*TABLES, CONSTRUCTOR, DIVIDES, FLOPS, HUGGING_FACE, TRAINED, *BEHAVIOR, RECOMPUTED, COMPILED),
-    *(*EVERY_MESH, CHECKPOINT, BUFFERS, ROUNDING, RESUME, RANDOM),
+    *(*EVERY_MESH, CHECKPOINT, BUFFERS, RESUME, RANDOM),
 )
 
 
@@ -154,7 +149,7 @@ def _checks_on_meta(model: Model, families: dict[str, Family], trained: Family, 
 
     def divides() -> list[str]:
         if most := trained.limits.tensor_parallel:
-            text = refused_mesh(model, trained, {"tp": most + 1})
+            text = _refusal(trained, {"tp": most + 1})
             if most == 1:
                 raise Declared(text)
             table.notes.append(text)
@@ -250,7 +245,7 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
     def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
         nonlocal step
         assert alone is not None and alone.stored is not None
-        if text := refused_mesh(model, family, degrees):
+        if text := _refusal(family, degrees):
             raise Declared(text)
         if reason := unsplittable(family, whole, degrees):
             raise NotRun(reason)
@@ -261,10 +256,6 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
         step += not faults
         return differences(trained, alone, f"on {mesh}", {}, degrees)
 
-    def round_stochastically() -> list[str]:
-        alone, split = (run(train_small, STOCHASTIC, degrees) for degrees in ({}, MESHES["shard 2"]))
-        return rounding_faults(split.trajectory, alone.trajectory)
-
     def run_whole() -> list[str]:
         degrees = MESHES[widest]
         words = model, degrees, saves.parent
@@ -274,11 +265,11 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
 
     def causality() -> list[str]:
         if not family.limits.causal:
-            raise Declared(f"{refused_mesh(model, family, {'cp': 2})}\n{refused_generation(model, family)}")
+            raise Declared(_refusal(family, {"cp": 2}))
         return behavior.causality_faults(family)
 
     def generation() -> list[str]:
-        if text := refused_generation(model, family):
+        if text := no_generation(family.limits):
             raise Declared(text)
         return behavior.generation_faults(family)
 
@@ -307,10 +298,14 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
         *on_meshes,
         Check(CHECKPOINT, all_loaded, (), (TRAINED, *meshes)),
         Check(BUFFERS, lambda: unsteady, (TRAINED,), (TRAINED, RECOMPUTED, COMPILED, *meshes)),
-        Check(ROUNDING, round_stochastically, ("shard 2",)),
         Check(RESUME, run_whole, (widest,)),
         Check(RANDOM, lambda: random_faults(whole_runs[0]), (RESUME,), (RESUME,)),
     ]
+
+
+def _refusal(family: Family, degrees: dict[str, int]) -> str:
+    """What a family declares against a mesh; "" for nothing."""
+    return next(iter(refused_dimensions(family.limits, degrees).values()), "")
 
 
 def over_flavors(families: dict[str, Family], check: Callable[[Family], list[str]]) -> list[str]:
