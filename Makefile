@@ -16,6 +16,9 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 # where an image sets it, each of some hundred starts of Python would compile titanlite and the tests again
 unexport PYTHONDONTWRITEBYTECODE
 
+# it makes .venv; run_train.sh would take it for the interpreter of the run, without the packages of .venv
+unexport PYTHON
+
 WORKERS ?= 2
 PYTEST := .venv/bin/python -m pytest -q
 TOGETHER := $(PYTEST) -n $(WORKERS) --dist loadgroup --no-loadscope-reorder

@@ -44,9 +44,9 @@ if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
     [[ -x "$here/.venv/bin/python" ]] && PYTHON="$here/.venv/bin/python"
 fi
-# titanlite and models from here; your own model modules from the current folder
-export PYTHONPATH="$here:$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONSAFEPATH=1 # a folder models/ in the current folder does not hide the zoo (Python 3.11)
+# titanlite and models from here; titanlite appends the current folder itself, for your own modules
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONSAFEPATH=1 # a queue.py in the current folder does not replace Python's own (Python 3.11)
 
 count_gpus() {
     if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then

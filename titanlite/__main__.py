@@ -37,6 +37,7 @@ USAGE = "usage: titanlite COMMAND ...; each command has --help\n\n" + "\n".join(
 
 def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from the first moment: imports take seconds
+    _open_standard_streams()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     # `titanlite data show ... | head` ends quietly. But where another rank or machine dies, a broken connection must be an
     # exception: the signal would end its neighbors too, without a word.
@@ -66,6 +67,16 @@ def main() -> None:
     except Exception as error:
         print(failure.report(error, sys.argv[0]), file=sys.stderr)
         sys.exit(failure.code_of(error))
+
+
+def _open_standard_streams() -> None:
+    """Opens standard streams that are closed, as by `2>&-`: a file of the run would get the number of one, and its messages."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
 
 
 def _imported(module: str) -> ModuleType:

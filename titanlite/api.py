@@ -46,7 +46,8 @@ def run(config: str | Path | Mapping[str, Any], *, ranks: int | None = None, **s
     this machine; None: NGPU, else a rank for each GPU, or one. A run whose folder has a checkpoint resumes from it.
 
     Raises UserError for a fault in the configuration or data, and RuntimeError for a run that failed or was stopped before its
-    last step. KeyboardInterrupt, of Ctrl-C or of a notebook's stop button, ends the ranks.
+    last step. KeyboardInterrupt, of Ctrl-C or of a notebook's stop button, ends the ranks. If this process is killed, they
+    save and stop, as by SIGTERM.
     """
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(config, Mapping):
@@ -58,7 +59,8 @@ def run(config: str | Path | Mapping[str, Any], *, ranks: int | None = None, **s
         resolved = read_config(file, options)  # refuses unknown keys without starting anything
         command = [str(_SCRIPT)] if _SCRIPT.is_file() else [sys.executable, "-m", "titanlite", "launch"]
         number = os.environ.get("NGPU") or max(1, torch.cuda.device_count()) if ranks is None else ranks
-        _follow([*command, str(file), *options], os.environ | {"NGPU": str(number), "PYTHON": sys.executable})
+        own = {"NGPU": str(number), "PYTHON": sys.executable, "TITANLITE_STARTER": str(os.getpid())}
+        _follow([*command, str(file), *options], os.environ | own)
     return Run(resolved.job.dump_folder)
 
 

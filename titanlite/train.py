@@ -278,7 +278,7 @@ def main(config: Config | None = None) -> None:
     started = time.perf_counter()
     process.set_up_logging()
     rank, world = process.rank_and_world()
-    if "RANK" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun or our launcher; another one may be a shell that does not stay
         children.end_with_parent()  # no rank outlives the launcher
     patience = _PATIENCE
     try:

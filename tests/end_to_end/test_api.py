@@ -2,7 +2,10 @@
 
 import builtins
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,20 @@ def test_an_interrupt_ends_all_ranks(folder, monkeypatch):
             TABLES, ranks=2, job={"dump_folder": "out"}, training={"steps": 100_000}, lr_scheduler={"total_steps": 100_000}
         )
     until(lambda: processes(folder.name) == [])
+
+
+@pytest.mark.slow
+def test_a_run_whose_script_is_killed_saves_and_stops(folder):
+    endless = {"training": TABLES["training"] | {"steps": 100_000}, "lr_scheduler": {"total_steps": 100_000}}
+    sections = {**TABLES, **endless, "job": {"dump_folder": "out"}, "checkpoint": {"enable": True}}
+    environment = os.environ | {MARK: folder.name, "PYTHONPATH": str(ROOT)}
+    script = subprocess.Popen([sys.executable, "-c", f"import titanlite; titanlite.run({sections})"], env=environment)
+    metrics = folder / "out/metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text(), lambda: script.poll() is None)
+    script.kill()
+    script.wait()
+    until(lambda: processes(folder.name) == [])
+    assert len(list((folder / "out/checkpoint").glob("step-*"))) == 1
 
 
 def test_values_of_python_become_those_of_the_schema_and_each_gpu_has_a_rank(folder, monkeypatch):

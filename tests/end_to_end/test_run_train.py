@@ -90,6 +90,7 @@ def when_training(started: Launch, folder: Path) -> None:
 def finished(tmp_path_factory) -> tuple[Path, Ended]:
     """The folder in which a run of three steps was started, and its outcome."""
     folder = working_folder(tmp_path_factory.mktemp("finished"))
+    (folder / "queue.py").write_text("raise ImportError('not the module of Python')\n")
     with tempfile.TemporaryDirectory() as temporary:
         ended = run("run.toml", "--job.print_config", "true", folder=folder, TMPDIR=temporary)
         (folder / "temporary").write_text("\n".join(os.listdir(temporary)))

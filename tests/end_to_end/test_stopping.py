@@ -3,14 +3,16 @@
 No work is lost, the exit code says what to do, reports name the culprit, and no process is left.
 """
 
+import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.forked import train
-from tests.end_to_end.launcher import Ended, Launch, finish, free_port, launch, run
+from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, free_port, launch, run
 from tests.end_to_end.test_run_train import SLOWLY, reports, when_training, working_folder
 from tests.waiting import PATIENCE, until
 
@@ -156,6 +158,35 @@ def test_a_run_with_a_killed_rank_restarts_from_its_last_checkpoint_and_reports_
     assert steps(failing) == [1, 2, 3, 4, 5]
     stacks = (failing / "out/stacks/rank-0.txt").read_text()
     assert f"ended because rank 1 (process {pid}) was ended by SIGKILL" in stacks and "forward_backward" in stacks
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_restarts_continue_from_the_last_checkpoint(failing):
+    """torchrun's store still had the addresses of the dead ranks."""
+    words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "titanlite", "train", "run.toml")
+    words += ("--training.steps", "5", "--checkpoint.interval", "1", "--comm.init_timeout_seconds", "60")
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WAY_1": "is killed"}
+    ended = finish(launch(*words, folder=failing, script=Path(sys.executable), **own))
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert "resumed from out/checkpoint/step-00000002" in ended.err
+    assert steps(failing) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_a_rank_that_a_shell_has_started_outlives_it(folder):
+    """As with nohup: only an agent, such as torchrun's, waits for its ranks."""
+    waiting = "while [ ! -e out/metrics.jsonl ]; do sleep 0.1; done"
+    shell = ("-c", f"{sys.executable} -m titanlite train run.toml {' '.join(ENDLESS)} & {waiting}")
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    started = launch(*shell, folder=folder, script=Path("/bin/sh"), **own, **SLOWLY)
+    try:
+        started.process.wait(PATIENCE)
+        before = len(steps(folder))
+        until(lambda: len(steps(folder)) > before + 5, started.pids)
+    finally:
+        for pid in started.pids():
+            os.kill(pid, signal.SIGKILL)
+        finish(started)
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks that fail

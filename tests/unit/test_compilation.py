@@ -2,6 +2,8 @@
 
 import logging
 import os
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from models import llama3
 from titanlite.config.schema import Compile
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import cache_folder
 from titanlite.transforms.compile import RecompilationWatch, compile_model
 
 
@@ -50,6 +54,20 @@ def test_compiled_code_is_cached_between_runs_on_one_node_unless_the_user_names_
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("home", ["no folder", "no home"])
+def test_without_a_home_folder_that_can_be_written_compiled_code_is_where_pytorch_keeps_it(monkeypatch, tmp_path, home):
+    for name in ("TITANLITE_CACHE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    if home == "no home":
+        monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+        with pytest.raises(UserError, match="set TITANLITE_CACHE"):
+            cache_folder()
+    compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
+    assert cache_dir() == default_cache_dir()
 
 
 def test_a_forks_own_head_is_compiled_entirely():

@@ -152,6 +152,14 @@ def test_ranks_that_would_end_the_same_way_are_not_started_again(launcher, scrip
     assert {number: failure.exitcode for number, failure in raised.value.failures.items()} == {rank: 2}
 
 
+def test_ranks_whose_starter_is_gone_save_and_stop(tmp_path, capfd):
+    """A script that had called titanlite.run and was killed left its run behind."""
+    launcher = Launcher(tmp_path, start_script, starter=os.getpid())  # this process cannot be its own parent
+    saved = f"import signal; signal.sigwait([{int(stop.FROM_LAUNCHER)}]); exit(75)"
+    assert not end_of(start_ranks(launcher, saved, saved)).is_failed()
+    assert launcher.stopped and f"process {os.getpid()}, which started the run, is gone" in capfd.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------------ the fork server
 
 
@@ -224,6 +232,20 @@ os.kill(child.pid, signal.SIGTERM)
 assert int(pending.split()[1], 16) >> signal.SIGTERM - 1 & 1
 assert child.poll() is None
 os.kill(child.pid, signal.SIGKILL)
+"""
+    assert run(then)[0] == 0
+
+
+def test_a_process_that_has_ended_keeps_its_pid_until_its_own_exit_code_is_read():
+    """The launcher signals ranks that it has found running; the kernel may have given their pids to others."""
+    then = """
+first, second = server.start(os.getpid), server.start(sleep)
+while open(f"/proc/{first.pid}/stat").read().rpartition(")")[2].split()[0] != "Z":
+    time.sleep(0.01)
+assert second.poll() is None
+os.kill(first.pid, signal.SIGQUIT)
+assert first.poll() == first.pid % 256 == first.poll()
+server.close()
 """
     assert run(then)[0] == 0
 

@@ -1,5 +1,7 @@
 """The run directory: one run at a time, a record of every start, files that are complete or unchanged."""
 
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -68,6 +70,19 @@ def test_a_folder_that_cannot_be_written_is_named_and_no_lock_is_left(tmp_path):
     with pytest.raises(UserError, match="checkpoint: cannot be written"):
         RunLock(tmp_path, tmp_path / "checkpoint")
     assert other_run(tmp_path) == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_is_one_warning_and_other_errors_end_the_start(tmp_path, monkeypatch, caplog, number):
+    def fail(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", fail)
+    run_folder._warn_of_no_locks.cache_clear()
+    with contextlib.nullcontext() if number == errno.ENOLCK else pytest.raises(UserError, match="cannot be written"):
+        RunLock(tmp_path, tmp_path / "checkpoint").close()
+        assert other_run(tmp_path) == ""
+    assert caplog.text.count("has no locks (No locks available)") == (number == errno.ENOLCK)
 
 
 # ------------------------------------------------------------------------------------------- a folder of checkpoints for two

@@ -232,7 +232,10 @@ class Batches(Iterator[Batch]):
 
 
 def _read_ahead(dataset: Steps) -> Iterator[Batch | UserError | StreamStep]:
-    """Steps read by worker processes, in order; RuntimeError where one of them dies."""
+    """Steps read by worker processes, in order; RuntimeError where one of them dies.
+
+    Raises UserError as `naming_long_folder` does.
+    """
     multiprocessing.set_forkserver_preload([__name__])
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 calls deprecated
         warnings.filterwarnings("ignore", category=UserWarning, module="torchdata")
@@ -248,7 +251,7 @@ def _read_ahead(dataset: Steps) -> Iterator[Batch | UserError | StreamStep]:
             worker_init_fn=_start_worker,
             snapshot_every_n_steps=None,  # the position is a number, and the state of a stream comes with each of its steps
         )
-    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
+    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}), children.naming_long_folder():
         return iter(loader)
 
 

@@ -134,6 +134,10 @@ def split(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> 
 
 
 def cache_folder() -> Path:
-    """$TITANLITE_CACHE, else titanlite/ in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("TITANLITE_CACHE") or Path(base) / "titanlite")
+    """$TITANLITE_CACHE, else titanlite/ in the user's cache folder. Raises UserError for a user without a home folder."""
+    if own := os.environ.get("TITANLITE_CACHE"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
+    except RuntimeError as error:
+        raise UserError(f"no folder for titanlite's cache: {error}; set TITANLITE_CACHE to one") from None

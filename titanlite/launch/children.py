@@ -6,10 +6,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Collection, Iterator
 from multiprocessing import resource_tracker
+
+from titanlite.ground.errors import UserError
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -70,3 +73,15 @@ def starting(blocked_signals: Collection[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number in set(noted):
             signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def naming_long_folder() -> Iterator[None]:
+    """Around the start of multiprocessing's fork server: UserError if TMPDIR is too long for the path of its socket."""
+    try:
+        yield
+    except OSError as error:
+        if "AF_UNIX" not in str(error):
+            raise
+        what = f"TMPDIR={tempfile.gettempdir()}: is too long for the socket of worker processes"
+        raise UserError(f"{what}; set it to a folder whose path has at most 75 characters") from None

@@ -34,7 +34,7 @@ class ForkServer:
 
     def __init__(self, *preload: str):
         """preload: modules that the processes share."""
-        self._exit_codes: dict[int, int] = {}
+        self._exit_codes: dict[int, int | None] = {}
         self._connection, requests = Pipe()
         launcher = os.getpid()
         if (pid := os.fork()) == 0:
@@ -60,9 +60,9 @@ class ForkServer:
         return Child(pid, functools.partial(self._exit_code, pid))
 
     def _exit_code(self, pid: int) -> int | None:
-        if pid not in self._exit_codes:
-            self._exit_codes |= self._request(None)
-        return self._exit_codes.get(pid)
+        if self._exit_codes.get(pid) is None:
+            self._exit_codes[pid] = self._request(pid)
+        return self._exit_codes[pid]
 
     def _request(self, request: Any) -> Any:
         try:
@@ -73,8 +73,9 @@ class ForkServer:
 
 
 def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
-    """Answers requests for new processes with their pid, and other requests with the exit codes of those that have ended.
+    """Answers requests for new processes with their pid, and a pid with its exit code, or None while the process runs.
 
+    A process that has ended stays a zombie until then: the launcher never signals a pid that is somebody else's by now.
     Returns in no process: the server exits with the launcher, and a new process with its function's result.
     """
     os.setsid()
@@ -94,10 +95,11 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        if request is None:
-            ended = {pid: status for pid, status in (os.waitpid(pid, os.WNOHANG) for pid in running) if pid}
-            running = [pid for pid in running if pid not in ended]
-            requests.send({pid: os.waitstatus_to_exitcode(status) for pid, status in ended.items()})
+        if isinstance(request, int):
+            ended, status = os.waitpid(request, os.WNOHANG)
+            if ended:
+                running.remove(request)
+            requests.send(os.waitstatus_to_exitcode(status) if ended else None)
             continue
         function, arguments, environment = request
         try:

@@ -81,12 +81,13 @@ def describe(failures: dict[int, ProcessFailure]) -> str:
 class Launcher:
     """One run on this node, through all starts of its ranks."""
 
-    def __init__(self, dump_folder: Path, start_rank: Callable[[dict[str, str]], Child]):
-        """start_rank: starts a rank with these variables added to its environment.
+    def __init__(self, dump_folder: Path, start_rank: Callable[[dict[str, str]], Child], starter: int = 0):
+        """start_rank: starts a rank with these variables added to its environment. starter: the process with which the run
+        ends, such as that of `titanlite.run`; 0: none.
 
         The rank leads a process group of its own, and blocks all signals until it listens.
         """
-        self.dump_folder, self.start_rank = dump_folder, start_rank
+        self.dump_folder, self.start_rank, self.starter = dump_folder, start_rank, starter
         self.starts = 0
         self.active = False  # its ranks are being started, are running, or are being ended
         self.over = False  # no more ranks will be started
@@ -153,8 +154,10 @@ class Ranks(SubprocessContext):
             of = f" of {launcher.starts + self.restarts_left}" if launcher.failure else ""
             _print(f"{why}; start {launcher.starts}{of}")
             launcher.failure = ""
+        # Each start has a store of its own. The ranks would look for a part of it by this number, which differs between nodes.
+        number = {"TORCHELASTIC_RESTART_COUNT": "0"}
         self.subprocess_handlers = {
-            local: SimpleNamespace(proc=launcher.start_rank(environment)) for local, environment in self.envs.items()
+            local: SimpleNamespace(proc=launcher.start_rank(environment | number)) for local, environment in self.envs.items()
         }
 
     def _poll(self) -> RunProcsResult | None:
@@ -166,6 +169,10 @@ class Ranks(SubprocessContext):
         launcher = self.launcher
         if launcher.end_now:
             raise SignalException("the run is ended", launcher.end_now)
+        # By polling: a signal of the kernel's could be the second one, after a scheduler's SIGTERM to all processes.
+        if launcher.starter and os.getppid() != launcher.starter and not launcher.stop_requested:
+            launcher.stop_requested = True
+            _print(f"process {launcher.starter}, which started the run, is gone: the ranks finish their step, save and stop")
         if launcher.stop_requested and not self.forwarded:
             self.forwarded = True
             for process in self.running().values():

@@ -47,7 +47,8 @@ def on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         words = (count, cuda, folder, timeout_seconds, function, arguments)
         try:
-            multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
+            with children.naming_long_folder():
+                multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
         except multiprocessing.ProcessExitedException as ended:
             if errors := sorted(Path(folder).glob("error-*[0-9]")):  # the later ones follow from the first
                 raise UserError(errors[0].read_text(encoding="utf-8")) from None

@@ -77,7 +77,8 @@ def start(config: Config, identity: Identity) -> torch.device:
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
     """The store of the process group: that of torchrun or our launcher, else of rank 0. A single rank needs no address.
 
-    PyTorch's env:// waits minutes for a wrong address, and then prints frames of C++.
+    PyTorch's env:// waits minutes for a wrong address, and then prints frames of C++. It also gives the ranks that torchrun
+    restarts what the dead ones have left in the store, such as their addresses: torchrun has one store for all starts.
     """
     if world == 1:
         return dist.HashStore()
@@ -88,10 +89,11 @@ def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
     try:
         if rank == 0 and not of_launcher:
             return addresses.serve(host, port, timeout)
-        return addresses.join(host, port, _REACHED_WITHIN if of_launcher else timeout.total_seconds(), timeout)
+        joined = addresses.join(host, port, _REACHED_WITHIN if of_launcher else timeout.total_seconds(), timeout)
     except ConnectionError as error:
         address = f"MASTER_ADDR={host}, MASTER_PORT={port}"
         raise UserError(f"{address}: rank {rank} does not reach the store of rank 0 there: {error}; {OF_A_RANK}") from None
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", joined) if of_launcher else joined
 
 
 def use_deterministic_algorithms() -> None:

@@ -1,10 +1,12 @@
 """The run directory: the check of its names, its lock, and the record of its starts."""
 
 import contextlib
+import errno
 import fcntl
 import functools
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shutil
@@ -24,6 +26,8 @@ from titanlite.ground.errors import UserError, phase
 from titanlite.ground.files import Kept, kept_text, writing
 from titanlite.ground.run_files import ASIDE, COLLECTIVES, CONFIG, INCIDENTS, LOCK, METRICS, PROVENANCE, STACKS, read_starts
 from titanlite.ground.untrusted import Unread, read_bytes
+
+log = logging.getLogger(__name__)
 
 _NAMES = (LOCK, CONFIG, PROVENANCE, METRICS, ASIDE, INCIDENTS, STACKS, COLLECTIVES)
 _OPTIONS = (  # keys that name folders there
@@ -135,12 +139,22 @@ def _take(folder: Path, run: Path) -> int:
 
 
 def _locked(handle: int, how: int) -> bool:
-    """Locks a file; whether no other process holds it."""
+    """Locks a file; whether no other process holds it, or the file system cannot say."""
     try:
         fcntl.flock(handle, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        if how == fcntl.LOCK_EX:
+            _warn_of_no_locks(os.strerror(error.errno))
     return True
+
+
+@functools.cache  # once
+def _warn_of_no_locks(why: str) -> None:
+    log.warning("job.dump_folder: its file system has no locks (%s): nothing keeps two runs from training in one folder", why)
 
 
 def other_run(folder: Path) -> str:

@@ -20,7 +20,7 @@ from titanlite.tools.check import check_here
 def main() -> None:
     """The exit code is the run's: 0 done, 2 a fault in configuration or data, 75 stopped, else a failed rank's."""
     words = sys.argv[1:]
-    layout = read_layout()
+    layout, starter = read_layout(), int(os.environ.pop("TITANLITE_STARTER", "0"))  # the latter of api.py
     path, config = read_words(words, "titanlite launch CONFIG.toml [--section.key value ...]")
 
     import torch.distributed.tensor  # noqa: F401 - not before: the faults above need no torch, and the forks below share it
@@ -41,7 +41,9 @@ def main() -> None:
                 print("the check of the configuration was ended by SIGKILL, as when memory runs out", file=sys.stderr)
             sys.exit(code if code > 0 else 128 - code)
         launcher = Launcher(
-            Path(config.job.dump_folder), lambda environment: server.start(run_rank, config, words, environment=environment)
+            Path(config.job.dump_folder),
+            lambda environment: server.start(run_rank, config, words, environment=environment),
+            starter,
         )
         sys.exit(launch(layout, launcher, max(60.0, config.comm.train_timeout_seconds)))
     finally:

@@ -1,5 +1,6 @@
 """torch.compile of the model's parts, and detection of recompilations."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from models.further import blocks_of
 from models.head import Head, Kernels
 from titanlite.config.schema import Compile, Config
 from titanlite.ground import torch_private
-from titanlite.ground.errors import MachineFault
+from titanlite.ground.errors import MachineFault, UserError
 from titanlite.ground.files import cache_folder
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,10 @@ def compile_model(model: Decoder, cfg: Compile) -> None:
     # all their ranks would write the same files through a network.
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == int(os.environ.get("LOCAL_WORLD_SIZE", world)):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+        with contextlib.suppress(OSError, UserError):  # there is none that can be written: PyTorch's default
+            (folder := cache_folder() / "inductor").mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     # It warns on every run that checkpointed regions must not write in place; our blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
