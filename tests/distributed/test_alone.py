@@ -123,8 +123,18 @@ class WithKeywords(llama3.Model):
         return x
 
 
+class WithTwoNames(llama3.Model):
+    """Some of its modules have two names, within a block or outside of blocks."""
+
+    def __init__(self, config: llama3.Config):
+        super().__init__(config)
+        for layer in self.layers.values():
+            layer.ffn_norm = layer.attention_norm
+        self.gates = nn.ModuleList(layer.ffn.w1 for layer in self.layers.values())
+
+
 @pytest.mark.parametrize("flavor", ["plain", "tied"])
-@pytest.mark.parametrize("module", [None, WithOwnHead, WithDerivedHead, WithKeywords])
+@pytest.mark.parametrize("module", [None, WithOwnHead, WithDerivedHead, WithKeywords, WithTwoNames])
 def test_every_kind_of_model_equals_fsdp_in_bfloat16(pools, flavor, module):
     ours, theirs = (pools[1].run(f"{HERE}:step", fsdp=fsdp, flavor=flavor, module=module)[0] for fsdp in (False, True))
     assert ours[0].item() == pytest.approx(theirs[0].item(), rel=1e-4)

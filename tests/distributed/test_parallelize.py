@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.attention import SeqInfo
+from models.attention import SeqInfo, with_mask
 from models.blocks import Computed, Identity, Normal, SwiGLU, Uniform
 from models.head import Sizes
+from models.rope import rotation
 from tests import tiny
 from tests.distributed.as_one import as_one_process
 from tests.distributed.pool import WorkerFailure
@@ -103,15 +104,48 @@ def one_matrix_a_microbatch(degrees: dict[str, int], config: Config) -> Any:
         return trajectory(degrees, config)
 
 
-def test_replicas_do_not_add_gradients_of_different_parameters_of_equal_size(pools):
-    name, replicas = f"{HERE}:one_matrix_a_microbatch", {"dp_replicate": 2}
-    twice = {"accumulation": 2, "training": {"steps": 2}}
-    with pytest.raises(WorkerFailure, match=r"gradients for 24,704 of the 30,848 trained values of Block.* = false"):
-        pools[2].run(name, degrees=replicas, config=config_of(replicas, **twice))
-    at_end = config_of(replicas, **twice, parallelism={"reduce_every_microbatch": False})
-    found, _ = pools[2].run(name, degrees=replicas, config=at_end)[0]
-    expected, _ = pools[2].run(name, degrees=SHARD, config=config_of(SHARD, **twice))[0]
-    assert compare(found, expected).excessive == []
+def one_block_more(degrees: dict[str, int], config: Config, at: int) -> Any:
+    """Trains a model whose second block is called in one of a step's two microbatches only."""
+    calls = itertools.count()
+
+    def forward(model: Any, x: Tensor, seq: SeqInfo) -> Tensor:
+        c, x, seq = model.config, model.embed(x), with_mask(seq)
+        rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
+        for layer in [*model.layers.values()][: 1 + (next(calls) % 2 == at)]:
+            x = layer(x, rope, seq)
+        return x
+
+    with mock.patch.object(tiny.Model, "forward", forward):
+        return trajectory(degrees, config)
+
+
+REPLICAS, AT_END = {"dp_replicate": 2}, {"reduce_every_microbatch": False}
+
+
+@pytest.mark.parametrize(("function", "more", "refusal"), [
+    ("one_matrix_a_microbatch", {}, r"gradients for 24,704 of the 30,848 trained values of Block.* = false"),
+    ("one_block_more", {"at": 0}, "last microbatch has no gradients for a Block, and an earlier one has.* = false"),
+    ("one_block_more", {"at": 1}, None),
+])  # fmt: skip
+def test_replicas_add_the_gradients_of_a_step_where_microbatches_reach_other_parameters_or_refuse(
+    pools, function, more, refusal
+):
+    """They added gradients of different parameters of equal size, and those of a block to the next step's. What the refusal
+    recommends failed where a parameter had its first gradient in the last microbatch, or none yet.
+    """
+
+    def run(degrees, **parallelism):
+        precision = {"mixed_precision_param": "bfloat16", "steps": 2}
+        config = config_of(degrees, accumulation=2, training=precision, parallelism=parallelism)
+        return pools[2].run(f"{HERE}:{function}", degrees=degrees, config=config, **more)[0][0]
+
+    expected = run(SHARD)
+    if refusal:
+        with pytest.raises(WorkerFailure, match=refusal):
+            run(REPLICAS)
+    else:
+        assert compare(run(REPLICAS), expected).excessive == []
+    assert compare(run(REPLICAS, **AT_END), expected).excessive == []
 
 
 def head_collectives(degrees: dict[str, int], chunks: int) -> Counter[str]:

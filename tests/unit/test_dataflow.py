@@ -1,12 +1,16 @@
 """The tensors that stages send, and models that are refused because a block leaves state for another."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from models.attention import SeqInfo
-from tests import block_graphs
+from models import llama3
+from models.attention import SeqInfo, with_mask
+from models.rope import rotation
+from tests import block_graphs, tiny
 from tests.block_graphs import EXPLICIT, HIDDEN, drawn
 from tests.distributed.scenarios import config_of
 from titanlite.loop.checks import check
@@ -77,6 +81,38 @@ def test_families_pass_only_hidden_states_to_the_next_stage(name):
 def test_tensors_are_sent_to_later_stages_as_long_as_a_block_uses_them():
     assert crossings(graph("2 value 0")) == [2, 2, 1]
     assert crossings(load_family("tests.forks.right.value_residual", "deep")) == [2, 2, 2]
+
+
+class Local(llama3.Block):
+    """A kind of blocks."""
+
+
+class OfTwoKinds(llama3.Model):
+    """It asks for the kind of a block."""
+
+    def __init__(self, config: llama3.Config):
+        super().__init__(config)
+        for name in ("1", "3"):
+            self.layers[name] = Local(config)
+
+    def forward(self, x: torch.Tensor, seq: SeqInfo) -> torch.Tensor:
+        c, x, seq = self.config, self.embed(x), with_mask(seq)
+        rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
+        for layer in self.layers.values():
+            assert isinstance(layer, nn.Module)
+            x = layer(2 * x if isinstance(layer, Local) else x, rope, seq)
+        return x
+
+
+def test_stages_compute_what_one_process_does_where_a_model_asks_for_the_class_of_a_block():
+    family = Family(SimpleNamespace(**vars(tiny) | {"Model": OfTwoKinds}), tiny.FLAVORS["deep"])
+    model, flow = family.on_meta().to_empty(device="cpu"), trace(family.on_meta(), 1, 16)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+    tokens, seq = torch.arange(16)[None], SeqInfo(torch.arange(16)[None])
+    first = Replay(model, flow, flow.calls_of({"embed", "layers.0", "layers.1"}), last=False)
+    second = Replay(model, flow, flow.calls_of({"layers.2", "layers.3", "head"}), last=True)
+    assert torch.equal(second(first((), tokens, seq), tokens, seq), model(tokens, seq))
 
 
 def test_a_start_refuses_state_that_is_left_in_python(tmp_path):

@@ -117,6 +117,16 @@ def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
     assert "layers.*.w is 64 x 40" in line and 'add "layers.*.w" to float8.filter_fqns' in line
 
 
+def test_a_layer_of_a_block_that_a_fork_names_elsewhere_first_is_one_of_the_block():
+    """As one attention of all blocks: it silently stayed in bfloat16."""
+    model = nn.Module()
+    model.shared = nn.Linear(64, 32)
+    model.layers = nn.ModuleDict({name: nn.ModuleDict({"w": model.shared}) for name in "01"})
+    split = config_of(parallelism={"tensor_parallel_degree": 4})
+    found, (line,) = linear_layers(model, split, {"shared": "column"})
+    assert found == {"layers.0.w": model.shared} and "layers.*.w is 64 x 8" in line
+
+
 @pytest.mark.parametrize(("ranks", "faulty"), [(2, False), (4, False), (3, True)])
 def test_unequal_shards_are_not_gathered_in_float8_on_any_rank(ranks, faulty):
     """gloo aborted with SIGABRT: each rank gathered as many bytes as it held."""

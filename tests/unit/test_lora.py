@@ -74,8 +74,9 @@ def test_a_tied_weight_takes_no_adapter_but_a_layer_that_blocks_share_takes_one(
     with pytest.raises(UserError, match=r"the weight of layers\.\*\.ffn\.w1 is another module's too"):
         adapted(family)
     assert adapted(family, modules=["*.attention.*", "*.w2"])
-    shared = adapted(load_family("tests.forks.right.shared_attention", "plain"), modules=["*.attention.wq"])
-    assert isinstance(shared.layers["1"].attention.wq, LoraLinear)
+    for fork in ("tests.forks.right.shared_attention", "tests.forks.plain_names"):  # one names it outside of blocks first
+        shared = adapted(load_family(fork, "plain"), modules=["*.attention.wq"])
+        assert isinstance(shared.layers["1"].attention.wq, LoraLinear)
 
 
 class Special(nn.Linear):

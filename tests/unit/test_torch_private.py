@@ -61,6 +61,17 @@ ATTRIBUTES = (
     Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_groups", "fsdp_groups", ("2.13",)),
     Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_group", "fsdp_groups", ("2.11",)),
     Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._reduce_scatter_comm", "set_reduce_scatter"),
+    Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._partial_reduce_output", "waits_for_replicas"),
+    *(
+        Name(f"{_FSDP}.{name}", "accumulate_alike")
+        for name in (
+            "_fsdp_param_group:FSDPParamGroup.post_backward",
+            "_fsdp_param:FSDPParam._unsharded_param",
+            "_fsdp_param:FSDPParam.accumulate_unsharded_grad_if_needed",
+            "_fsdp_param:FSDPParam.to_accumulated_grad_if_needed",
+            "_fsdp_param:FSDPParam.unsharded_accumulated_grad",
+        )
+    ),
     Name(f"{_FSDP}._fsdp_state:FSDPState._lazy_init", "begin_fsdp"),
     *(
         Name(f"{_FSDP}._fsdp_state:{name}", "end_forward")

@@ -213,6 +213,32 @@ def set_reduce_scatter(group: Any, communication: Any) -> None:
     group._reduce_scatter_comm = communication
 
 
+def waits_for_replicas(group: Any) -> bool:
+    """Whether a group has reduced gradients over its shards, and not yet over replicas."""
+    return group._partial_reduce_output is not None
+
+
+def accumulate_alike(group: Any) -> None:
+    """Adds up all gradients of a group's step in the precision of their reduction.
+
+    FSDP2 leaves the last microbatch's in that of the parameters where they are a parameter's first ones, and then refuses to
+    reduce two precisions. Of a group that no microbatch has reached yet, it looks for gradients where there are none.
+    """
+    reduce, params = group.post_backward, group.fsdp_params
+
+    def post_backward(*_: Any) -> None:
+        if not all(hasattr(each, "_unsharded_param") for each in params):
+            return
+        for each in params:
+            each.accumulate_unsharded_grad_if_needed()
+        if any(each.unsharded_accumulated_grad is not None for each in params):
+            for each in params:
+                each.to_accumulated_grad_if_needed()
+        reduce()
+
+    group.post_backward = post_backward
+
+
 def begin_fsdp(root: nn.Module) -> None:
     """What FSDP2 does before its first forward pass. There it takes the precision of reductions from trained parameters."""
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator]

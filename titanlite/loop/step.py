@@ -18,7 +18,7 @@ from titanlite.loop.loss import StepLoss, count_further, count_labels, summed_lo
 from titanlite.optim import balance, ema
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
-from titanlite.parallel.fsdp import choose_reductions
+from titanlite.parallel.fsdp import check_reductions, choose_reductions
 from titanlite.parallel.mesh import data_degree, sequence_mesh, stage_group
 from titanlite.parallel.parallelize import parallelize
 from titanlite.registry.family import Family
@@ -88,6 +88,7 @@ def forward_backward(model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale:
         loss = summed / labels
         (loss if loss_scale is None else summed * loss_scale.scale).backward()
         share += loss.detach()
+    check_reductions(model)
     return StepLoss(share, known, further)
 
 

@@ -91,6 +91,11 @@ class _Proxy:
     def __init__(self, name: str, module: Any, run: Run):
         vars(self).update(_name=name, _module=module, _run=run)
 
+    @property  # type: ignore[misc]  # mypy takes it for an attribute that is not to change
+    def __class__(self) -> Any:
+        """For isinstance in a fork's forward."""
+        return type(self._module)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._name, self._module, args, kwargs)
 

@@ -26,11 +26,13 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import (
     BEFORE_2_13,
     DefaultReduceScatter,
+    accumulate_alike,
     begin_fsdp,
     end_forward,
     fsdp_common,
     fsdp_groups,
     set_reduce_scatter,
+    waits_for_replicas,
 )
 from titanlite.parallel.mesh import data_degree, fsdp_mesh, reduces_once
 from titanlite.transforms.dtypes import DTYPES
@@ -99,16 +101,18 @@ def apply_fsdp(
     taken = {p for unit in root.modules() if isinstance(unit, FSDPModule) for p in unit.parameters()} - {*shared.parameters()}
     fully_shard(root, reshard_after_forward=False, ignored_params=taken, **options_of_blocks)
     del root.titanlite_shared
+    deferred = GradientSync.of(config)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    deferred = GradientSync.of(config)
+            for group in fsdp_groups(module) if deferred.shards else ():
+                accumulate_alike(group)
     model.titanlite_gradient_sync = deferred  # type: ignore[assignment]  # for `choose_reductions`
     if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and deferred.replicas:
         for unit in waiting_units(model):
             for group in fsdp_groups(unit):
-                set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
+                set_reduce_scatter(group, _WholeReduceScatter(_name(unit), group))
     _gather_ahead(model, config)
 
 
@@ -178,6 +182,13 @@ def choose_reductions(model: Decoder, last: bool) -> None:
                 unit.set_requires_all_reduce(last, recurse=False)
 
 
+def check_reductions(model: Decoder) -> None:
+    """Call after a step's backward passes. Raises UserError if gradients of a unit still wait for those of other replicas."""
+    for unit in waiting_units(model) if isinstance(model, FSDPModule) else ():
+        if any(map(waits_for_replicas, fsdp_groups(unit))):  # they would be added to those of the next step
+            raise UserError(f"a step's last microbatch has no gradients for a {_name(unit)}, and an earlier one has. {_EVERY}")
+
+
 def waiting_units(model: Decoder) -> list[Any]:
     """The FSDP2 units whose all-reduce over replicas can be deferred: those that reduce all their parameters at once.
 
@@ -185,6 +196,17 @@ def waiting_units(model: Decoder) -> list[Any]:
     """
     ends = () if is_tied(model) else (model.embed, model.head)
     return [*blocks_of(model), *further_of(model).values(), *(unit for unit in ends if unit is not None)]
+
+
+_EVERY = (
+    "With replicas and accumulation, every microbatch must reach every parameter; set parallelism.reduce_every_microbatch = "
+    "false, which accumulates gradients before they are reduced"
+)
+
+
+def _name(unit: Any) -> str:
+    """The class of a unit of FSDP2, in messages."""
+    return type(unit).__name__.removeprefix("FSDP")
 
 
 class _WholeReduceScatter(DefaultReduceScatter):
@@ -209,8 +231,7 @@ class _WholeReduceScatter(DefaultReduceScatter):
         if self.to_send and math.prod(size) != self.elements:
             raise UserError(
                 f"a microbatch has gradients for {math.prod(size):,} of the {self.elements:,} trained values of {self.unit}. "
-                "With replicas and accumulation, every microbatch must reach every parameter; set "
-                "parallelism.reduce_every_microbatch = false, which accumulates gradients before they are reduced"
+                + _EVERY
             )
         self.to_send = not self.to_send
         return super().allocate(size, dtype=dtype, device=device)

@@ -30,6 +30,7 @@ from titanlite.ground.torch_private import (
 )
 from titanlite.registry.family import Family
 from titanlite.transforms.float8 import linear_layers
+from titanlite.transforms.lora import LoraLinear
 from titanlite.transforms.parameters import every_layer, is_tied, keeping_ties, match_table, tied_names
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
@@ -186,7 +187,7 @@ def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> Non
                 style = _LOCAL_LINEAR
             for key, parameter in module.named_parameters(recurse=False):
                 placement = style.weight if parameter.ndim > 1 else style.bias
-                shared = getattr(module, "SPLIT", {}).get(key)  # of an adapter
+                shared = module.SPLIT.get(key) if isinstance(module, LoraLinear) else None
                 if shared is not None and placement != Shard(shared):
                     placement = Replicate()
                 split = nn.Parameter(distribute_tensor(parameter, tp, [placement]), requires_grad=parameter.requires_grad)

@@ -26,28 +26,31 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iter
     all-gather. Activation checkpointing does so without it. apart: modules within blocks that cast their own parameters,
     because they are recomputed separately.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    uncast = set()
+    done: dict[nn.Module, set[tuple[nn.Module, str]]] = {}  # what a unit casts: a module and the name of a parameter
+    uncast = set[tuple[nn.Module, str]]()
     if type(model.embed) is nn.Embedding:
         model.embed.register_forward_hook(lambda module, args, out: out.to(dtype))
-        uncast.add("embed.weight")
+        uncast.add((model.embed, "weight"))
     if model.head is not None and type(model.head).forward is Head.forward:
-        uncast.add("head.output.weight")
-    left = {name for name, p in named.items() if p.dtype != dtype} - uncast
-    separate, cast = {*apart}, set[nn.Module]()
-    units = {f"{name}.": module for name, module in model.named_modules(remove_duplicate=False) if module in separate}
-    units |= {f"layers.{index}.": layer for index, layer in model.layers.items()}
-    for index, each in further_of(model).items():
-        units |= {f"further.{index}.block.": each.block, f"further.{index}.": each}
-    # called outside of the model's forward pass too, the embedding by MTP modules
-    units |= {f"{name}.": end for name, end in (("embed", model.embed), ("head", model.head)) if end is not None}
-    for prefix, unit in [*units.items(), ("", model)]:  # last the parameters outside of units, such as a table of positions
-        names = {name.removeprefix(prefix) for name in left if name.startswith(prefix)}
-        left -= {prefix + name for name in names}
-        if names and unit not in cast:  # under another name, where blocks share it
-            cast.add(unit)
+        uncast.add((model.head.output, "weight"))
+    further = [part for each in further_of(model).values() for part in (each.block, each)]
+    # Inner units first, last the parameters outside of units, such as a table of positions. Embedding and head are called
+    # outside of the model's forward pass too, the embedding by MTP modules.
+    for unit in [*apart, *model.layers.values(), *further, model.embed, model.head, model]:
+        if unit is None or unit in done:  # blocks may share one
+            continue
+        left = uncast.union(*(done.get(module, ()) for module in unit.modules()))
+        # One name for each, since modules may have several, and a cast parameter is none.
+        names = {
+            (module, key): f"{path}.{key}".lstrip(".")
+            for path, module in unit.named_modules()
+            for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if p.dtype != dtype and (module, key) not in left
+        }
+        done[unit] = {*names}
+        if names:
             kind: Any = type(unit)
-            unit.__class__ = _casting_class(kind, tuple(sorted(names)), dtype, again)
+            unit.__class__ = _casting_class(kind, tuple(sorted(names.values())), dtype, again)
 
 
 @functools.cache

@@ -34,9 +34,10 @@ def linear_layers(model: nn.Module, config: Config, styles: dict[str, str]) -> t
     chosen = {name: each for name, each in every.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)}
     tensor = config.parallelism.tensor_parallel_degree if styles else 1
     where = f" on each of parallelism.tensor_parallel_degree = {tensor} ranks" if tensor > 1 else ""
+    style_of = {each: styles.get(name) for name, each in model.named_modules()}  # by the module's first name
     for name, each in chosen.items():
-        inputs = each.in_features // (tensor if styles.get(name) == "row" else 1)
-        outputs = each.out_features // (tensor if styles.get(name) == "column" else 1)
+        inputs = each.in_features // (tensor if style_of[each] == "row" else 1)
+        outputs = each.out_features // (tensor if style_of[each] == "column" else 1)
         if inputs % MULTIPLE or outputs % MULTIPLE:
             kind = every_layer(name)
             faults.append(

@@ -48,8 +48,15 @@ def match_scale(
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks, and of MTP modules, by name. Only nn.Linear: a subclass may compute anything."""
-    return {name: each for name, each in model.named_modules() if type(each) is nn.Linear and in_blocks(name)}
+    """The linear layers of the blocks, and of MTP modules, by name, one in blocks where a fork gives a layer several.
+
+    Only nn.Linear: a subclass may compute anything.
+    """
+    found: dict[nn.Linear, str] = {}
+    for name, each in model.named_modules(remove_duplicate=False):
+        if type(each) is nn.Linear and in_blocks(name):
+            found.setdefault(each, name)
+    return {name: each for each, name in found.items()}
 
 
 def in_blocks(name: str) -> bool:
