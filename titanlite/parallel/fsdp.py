@@ -22,31 +22,21 @@ from models.decoder import Decoder
 from models.further import blocks_of, further_of
 from models.moe import experts_of
 from titanlite.config.schema import Config
+from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import (
-    BEFORE_2_13,
-    DefaultReduceScatter,
-    begin_fsdp,
-    end_forward,
-    fsdp_common,
-    fsdp_groups,
-    set_reduce_scatter,
-)
+from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.parallel.mesh import data_degree, fsdp_mesh, reduces_once
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.parameters import is_tied
 from titanlite.transforms.shards import local_part
 
 
-def apply_fsdp(
-    model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None = None, root: nn.Module | None = None
-) -> None:
+def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None, root: nn.Module) -> None:
     """Applies FSDP2 to embedding, blocks, MTP modules and head. Gradients are summed: the loss is divided already.
 
-    of_experts: the mesh that shards experts, where that is not the one of all other parameters. root: what is called instead of
-    the model.
+    of_experts: the mesh that shards experts, where that is not the one of all other parameters. root: what is called, the
+    model or its stage.
     """
-    root = root or model
     training, parallelism = config.training, config.parallelism
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[training.mixed_precision_param],
@@ -107,8 +97,8 @@ def apply_fsdp(
     model.titanlite_gradient_sync = deferred  # type: ignore[assignment]  # for `choose_reductions`
     if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and deferred.replicas:
         for unit in waiting_units(model):
-            for group in fsdp_groups(unit):
-                set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
+            for group in torch_private.fsdp_groups(unit):
+                torch_private.set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
     _gather_ahead(model, config)
 
 
@@ -135,15 +125,15 @@ def _gather_ahead(model: Decoder, config: Config) -> None:
 def _placement(parameter: nn.Parameter, ranks: int, apart: Collection[int] = (), info: Any = None) -> Any:
     """How a parameter is split. apart: ids of those on another mesh of their unit, which `info` describes."""
     if id(parameter) in apart:
-        return fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
+        return torch_private.fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
     return Shard(split_dimension(local_part(parameter).shape, ranks))
 
 
 def _mesh_info(mesh: DeviceMesh) -> Any:
     """FSDP2's description of a mesh of shards, or of replicas and shards."""
     if mesh.ndim == 1:
-        return fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        return torch_private.fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return torch_private.fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def split_dimension(shape: Sequence[int], ranks: int) -> int:
@@ -187,7 +177,7 @@ def waiting_units(model: Decoder) -> list[Any]:
     return [*blocks_of(model), *further_of(model).values(), *(unit for unit in ends if unit is not None)]
 
 
-class _WholeReduceScatter(DefaultReduceScatter):
+class _WholeReduceScatter(torch_private.DefaultReduceScatter):
     """The reduce-scatter of a unit whose all-reduce is deferred. It refuses gradients of only some of the unit's parameters.
 
     FSDP2 adds the flat results of a step's microbatches without checking which parameters they belong to. So it would sum
@@ -235,7 +225,7 @@ def begin(model: nn.Module) -> None:
     Pipelines accumulate in float32 themselves.
     """
     if isinstance(model, FSDPModule):
-        begin_fsdp(model)
+        torch_private.begin_fsdp(model)
 
 
 def release(model: nn.Module) -> None:
@@ -243,5 +233,5 @@ def release(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The unit of a tied embedding and head expects another forward pass of the embedding, so it would stay gathered.
-            end_forward(module)
+            torch_private.end_forward(module)
             module.reshard()
