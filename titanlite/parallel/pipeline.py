@@ -72,13 +72,6 @@ def costs(config: Config, family: Family, model: Decoder) -> tuple[dict[str, flo
     return {name: numbers + attention for name, numbers in matmuls.items()}, of_head
 
 
-def stage_costs(config: Config, family: Family, model: Decoder) -> list[float]:
-    """The multiplications of each stage for a token, as in `costs`."""
-    layers, (blocks, of_head) = split_layers(config, family, model), costs(config, family, model)
-    sums = [sum(blocks[name] for name in names) for names in layers]
-    return [*sums[:-1], sums[-1] + of_head]
-
-
 def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
     """How many of `costs`, in their order, each part gets so that the largest sum is smallest.
 
@@ -118,10 +111,6 @@ class StageAssignment(NamedTuple):
         if part == "layers":
             return any(rest.partition(".")[0] in blocks for blocks in self.stages.values())
         return self.head if part == "head" else self.embed or (self.tied and self.head)
-
-    def untied(self) -> "StageAssignment":
-        """The same of a model whose head has a parameter of its own."""
-        return self._replace(tied=False)
 
 
 def assign_stages(config: Config, family: Family, model: Decoder) -> list[StageAssignment]:
