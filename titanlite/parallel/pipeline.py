@@ -194,15 +194,7 @@ class Pipeline:
         interfaces = [stage.replay.interface() for stage in stages]
         ignored = (torch.empty(1, device="meta"),)  # by stage 0
         self._parts = [
-            LateStage(
-                stage,
-                stage.number,
-                count,
-                device,
-                input_args=takes or ignored,
-                output_args=gives,
-                group=self.group,
-            )
+            LateStage(stage, stage.number, count, device, input_args=takes or ignored, output_args=gives, group=self.group)
             for stage, (takes, gives) in zip(stages, interfaces, strict=True)
         ]
         kind = get_schedule_class(self.schedule_name)
