@@ -24,8 +24,8 @@ from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.parallel.pipeline import STAGES_OF_A_RANK, stage_costs
-from titanlite.plan.pipeline import orders, rehearse
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK
+from titanlite.plan.pipeline import orders, rehearse, stage_costs
 from titanlite.plan.step import simulated_ranks
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta

@@ -182,7 +182,7 @@ def _pairs(draw: random.Random) -> Iterator[Case]:
             for number, policy in enumerate(_POLICIES):
                 at = 2 + number + draw.randrange(8)  # which "truncate" reads too
                 change = functools.partial(_put_id, source=source, at=at, wrong=wrong)
-                names = rf"{source}/00000\.bin: holds the id {wrong} in sample \d+, at token {at}, and"
+                names = rf"{source}/00000\.bin, sample \d+: holds the id {wrong}, and"
                 yield Case(f"id {wrong} in {source} under {policy}", _reading(source, policy, change), names)
 
 

@@ -17,8 +17,8 @@ from titanlite.loop.resume import Progress, RunIdentity, check_changes, numbers_
 from titanlite.optim.lr_schedule import build_schedule, faults
 from titanlite.registry.check import found_by
 from titanlite.registry.family import Family
-from titanlite.registry.own import check_trust, parts_of, source_of_parts
-from titanlite.tools.replay import setting_of
+from titanlite.registry.own import parts_of, source_of_parts
+from titanlite.tools.replay import check_trust, setting_of
 
 OWN = "tests.own.parts:inverse_sqrt"
 KEY = "lr_scheduler.decay_type"

@@ -22,7 +22,8 @@ from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import family_of
-from titanlite.registry.own import check_trust, source_of_parts
+from titanlite.registry.own import source_of_parts
+from titanlite.tools.replay import check_trust
 from titanlite.tools.verify import _record as record_of_verify
 
 METRICS = {"extra": [f"tests.own.parts:{name}" for name in ("mean_square", "logit_entropy", "head_entropy")]}

@@ -145,7 +145,7 @@ def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers
         for _ in range(3):
             next(source)
     source.close()
-    assert str(error.value).startswith(f"{file.prefix}.bin: holds the id 1")
+    assert str(error.value).startswith(f"{file.prefix}.bin, sample ")
     assert "Traceback" not in str(error.value)
 
 

@@ -13,7 +13,7 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
-from titanlite.registry.family import BrokenModule, limits_of, load_family
+from titanlite.registry.family import BrokenModule, load_family
 from titanlite.tools import generate as command
 from titanlite.tools import verify
 
@@ -74,12 +74,6 @@ def test_a_wrong_declaration_is_named_when_the_family_is_loaded(monkeypatch, giv
     monkeypatch.setattr(tiny, "LIMITS", given, raising=False)
     with pytest.raises(BrokenModule, match=f"tests.tiny: .*{fault}"):
         load_family("tests.tiny", "plain")
-
-
-def test_an_attribute_that_has_no_effect_is_named():
-    module = SimpleNamespace(__name__="mine", Model=type("Model", (tiny.Model,), {"generates": False}))
-    with pytest.raises(BrokenModule, match="generates has no effect"):
-        limits_of(module)
 
 
 @pytest.mark.parametrize("name", ["generates", "causal"])

@@ -8,7 +8,7 @@ import pytest
 from tests.token_files import TEXTS, mix_of, opened, write_file, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data.mixture import check_epochs, open_data
-from titanlite.data.order import drawn
+from titanlite.data.order import MIXTURE, drawn
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import vocabulary_of
@@ -61,13 +61,13 @@ def test_fingerprint_of_data_follows_tokenizer_sources_and_weights(tmp_path, ass
     assert len(found | {fingerprint(1, 1)}) == 5
 
 
-def test_validation_measures_sources_of_any_sizes_and_a_mixture_without_weights_refuses_them(tmp_path, assets):
+def test_sources_may_have_any_sizes(tmp_path, assets):
     write_file(tmp_path / "small", [[1, 1]])
     write_file(tmp_path / "large", [np.ones(3_000_001)])
     entries = [{"path": str(tmp_path / name)} for name in ("small", "large")]
     keys = {"model": {"hf_assets_path": str(assets)}, "training": {"seq_len": 1, "sources": entries}}
     config = Config.model_validate(keys | {"validation": {"enable": True, "sources": entries}})
-    data = open_data(config, vocabulary_of(config.model), "validation")
-    assert [mixed.samples for mixed in data.sources] == [1, 3_000_000] and data.fingerprint
-    with pytest.raises(UserError, match=r"training\.sources"):
-        open_data(config, vocabulary_of(config.model))
+    for section in ("training", "validation"):
+        data = open_data(config, vocabulary_of(config.model), section)
+        assert [mixed.samples for mixed in data.sources] == [1, 3_000_000] and data.shares == [1, MIXTURE - 2]
+        assert sum(data.locate(np.arange(MIXTURE - 1), 0, data.timeline(1).segments[0])[0] == 0) == 1

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from tests.token_files import write_file
+from titanlite.config.schema import Source, Training
 from titanlite.data.prepare import cache as packed_once
 from titanlite.data.prepare.cache import open_packing
 from titanlite.data.prepare.packing import best_fit
+from titanlite.data.sources import TokenSource
 from titanlite.ground.files import cache_folder
 
 _SEEDS = range(6)
@@ -80,11 +82,20 @@ def test_the_first_rows_are_a_sample_of_all(tmp_path):
     assert 30 < sum(len(row) == 1 for row in rows[:100]) < 70
 
 
-def test_rows_of_other_content_or_of_another_file_are_packed_again(tmp_path):
-    prints = [("a", "f", [5, 4, 3]), ("a", "g", [4, 4, 4]), ("b", "g", [2, 2, 2])]
-    for name, fingerprint, lengths in prints:
-        rows = _rows(open_packing(write_file(tmp_path / name, [[1] * n for n in lengths]), fingerprint, 8))
+def test_rows_of_other_content_are_packed_again(tmp_path):
+    for contents, lengths in (("f", [5, 4, 3]), ("g", [4, 4, 4])):
+        rows = _rows(open_packing(write_file(tmp_path / "a", [[1] * n for n in lengths]), contents, 8))
         assert sorted(length for row in rows for _, length in row) == sorted(lengths)
+
+
+def test_a_file_that_gets_the_name_of_another_keeps_its_rows(tmp_path):
+    """Their tokens and documents are as many, so that nothing else would show it."""
+    training, contents = Training(seq_len=8, document_policy="best_fit"), [[5, 4], [3, 6]]
+    for names in ("ab", "bc"):
+        files = [write_file(tmp_path / name, [[1] * n for n in each]) for name, each in zip(names, contents, strict=True)]
+        rows = TokenSource(Source(path="x"), "x", files, "f").with_rows(training, "key").rows
+        found = [sorted(length for row in range(part.count) for _, length in part.pieces(row)) for part in rows]
+        assert found == [sorted(each) for each in contents]
 
 
 def test_damaged_rows_in_the_cache_are_packed_again(tmp_path):

@@ -17,9 +17,8 @@ from titanlite.config.read import Faults, read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.parallel import expert, mesh
-from titanlite.parallel.pipeline import stage_costs
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
-from titanlite.plan.pipeline import orders, rehearse
+from titanlite.plan.pipeline import orders, rehearse, stage_costs
 from titanlite.plan.report import RESERVE
 from titanlite.plan.search import NODE_SIZE, Candidate, candidates, choices, keys_of
 from titanlite.plan.shape import ExpertShape, Shape

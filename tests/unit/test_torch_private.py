@@ -97,10 +97,6 @@ INHERITED = (
     Name(f"{_CONTEXT}._failures", "launch/launcher.py: the failures so far"),
     Name(f"{_STAGE}._prepare_forward_infra", "parallel/late_stage.py: buffers without memory"),
     Name(f"{_STAGE}._prepare_backward_infra", "parallel/late_stage.py: the same"),
-    Name(
-        "torch.distributed.checkpoint.staging:AsyncStager._synchronize_after_execute",
-        "checkpoint/save.py: staging ends before it returns",
-    ),
 )
 INHERITED_NAMES = {name.path.rpartition(".")[2] for name in INHERITED}
 

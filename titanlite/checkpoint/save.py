@@ -1,10 +1,12 @@
 """Saves checkpoints, synchronously or while training continues."""
 
 import datetime
+import functools
 import logging
 import shutil
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import manifest
@@ -46,6 +47,7 @@ class Saver:
         self.group = group
         self._folder, self._cfg = folder, cfg
         self._stager = _Stager(pinned=cfg.async_mode == "async_with_pinned_mem") if cfg.async_mode != "disabled" else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, float, Future] | None = None  # step, start time, result
 
     def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> bool:
@@ -61,21 +63,14 @@ class Saver:
             retire(self._folder, self._cfg, numbers.get("run", ""))
 
         writer = Writer(unfinished, final.name, commit, staged=self._stager is not None)
+        write = functools.partial(dcp.save, storage_writer=writer, process_group=self.group)
         begin = time.perf_counter()
-        if self._stager is None:
-            done: Future = Future()
-            try:
-                plain = {name: _plain(tensor) for name, tensor in tensors.items()}
-                done.set_result(dcp.save(plain, storage_writer=writer, process_group=self.group))
-            except (CheckpointException, OSError) as error:
-                done.set_exception(error)
-        else:
-            pending = dcp.async_save(tensors, storage_writer=writer, process_group=self.group, async_stager=self._stager)
-            assert isinstance(pending, Future)
-            done = pending
-        self._pending = (step, begin, done)
-        self.poll()
-        return self._stager is not None or not self.failure
+        if self._stager is not None:
+            self._pending = step, begin, self._thread.submit(write, self._stager.stage(tensors))
+            return True
+        plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+        self._report(step, begin, functools.partial(write, plain))
+        return not self.failure
 
     def poll(self) -> None:
         """Reports a save if it has ended; does not wait."""
@@ -84,12 +79,15 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the pending save, if any, and reports it."""
-        if self._pending is None:
-            return
-        (step, begin, done), self._pending = self._pending, None
+        if self._pending is not None:
+            (step, begin, done), self._pending = self._pending, None
+            self._report(step, begin, done.result)
+
+    def _report(self, step: int, begin: float, write: Callable[[], object]) -> None:
+        """Logs whether `write`, which returns when a save that began at `begin` has ended, saved the checkpoint of a step."""
         final = step_folder(self._folder, step)
         try:
-            done.result()
+            write()
         except (CheckpointException, OSError) as error:
             self.failure = f"{final}: could not be saved: {cause(error)}"
             if dist.get_rank() == 0:
@@ -112,19 +110,11 @@ class Saver:
             raise UserError(self.failure)
 
 
-class _Stager(AsyncStager):
+class _Stager:
     """Copies tensors to CPU memory that is allocated once, because allocation is slow.
 
     DCP's DefaultStager takes 2.8 times as long on a CPU, and fails for DTensors in PyTorch 2.11.
     """
-
-    _synchronize_after_execute = False  # `stage` returns when the copies are complete
-
-    def synchronize_staging(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def __init__(self, pinned: bool):
         self._pinned = pinned

@@ -32,8 +32,6 @@ _WITH_TEACHER = EffectiveWhen("distillation.teacher is set", 'training.loss = "c
 _WITH_CONTEXT = EffectiveWhen("parallelism.context_parallel_degree > 1")
 _WITH_EXPERTS = EffectiveWhen("parallelism.expert_parallel_degree > 1")
 _WITH_PIPELINE = EffectiveWhen("parallelism.pipeline_parallel_degree > 1")
-_WITHOUT_PIPELINE = "parallelism.pipeline_parallel_degree = 1"
-Schedules = Literal["1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS"]
 _WITH_OVERLAP = EffectiveWhen(
     "parallelism.tensor_parallel_degree > 1",
     *("compile.enable = true", 'compile.components has "model"', 'compile.backend = "inductor"', CUDA),
@@ -183,7 +181,7 @@ class Parallelism(Section):
     to each node that has experts for it, instead of once to each rank, and forwarded there. It divides the degree."""
     pipeline_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
     """Ranks over which the blocks are cut into stages. Microbatches: global_batch_size / (local_batch_size x data ranks)."""
-    pipeline_parallel_schedule: Annotated[Schedules, _WITH_PIPELINE] = "1F1B"
+    pipeline_parallel_schedule: Annotated[Literal["1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS"], _WITH_PIPELINE] = "1F1B"
     """The order in which stages run microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
     two or more, which makes the pipeline bubble shorter (docs/guides/parallelism.md)."""
     pipeline_parallel_layers_per_stage: Annotated[Literal[-1] | bounds.Count, _WITH_PIPELINE] = -1
@@ -195,7 +193,7 @@ class Parallelism(Section):
     "never": kept for the backward pass (shard-grad-op, ZeRO-2)."""
     fsdp_prefetch: Annotated[int, Field(ge=1, le=1024), _WITH_FSDP] = 1
     """How many blocks ahead parameters are gathered, forward and backward. Each costs memory, and hides more of the network."""
-    reduce_every_microbatch: Annotated[bool, EffectiveWhen(_WITHOUT_PIPELINE, ACCUMULATION)] = True
+    reduce_every_microbatch: Annotated[bool, EffectiveWhen("parallelism.pipeline_parallel_degree = 1", ACCUMULATION)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
     sends less; until then every rank keeps the whole model's gradients in mixed_precision_reduce. Replicas are all-reduced once
     a step; with true after every microbatch for the weight of a tied embedding and head, and for all gradients if

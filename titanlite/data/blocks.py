@@ -18,12 +18,11 @@ import numpy as np
 import xxhash
 
 from titanlite.ground.errors import UserError
-from titanlite.ground.files import cache_folder
 from titanlite.ground.untrusted import open_file, read_bytes
 
 _SHIFT = 20
 BLOCK = 2**_SHIFT
-CACHED = TOKENS, PACKING = "tokens-", "packing-"  # how names of folders in the cache begin
+_REMEDY = "in the cache, remove its folder, which the next start makes again; elsewhere, copy the file or tokenize again"
 
 
 def sums_of(path: Path) -> Path:
@@ -47,18 +46,10 @@ class BlockFile:
     def __reduce__(self) -> Any:
         return BlockFile, (self.path, self.size, self.has_sums)
 
-    @property
-    def _remedy(self) -> str:
-        """Of damage. In the cache, the same text finds the same folder again, damaged as it is."""
-        folder = self.path.absolute().parent
-        if folder.parent == cache_folder().absolute() and folder.name.startswith(CACHED):
-            return f"remove {folder}, which the next start makes again"
-        return "copy the file again, or tokenize the text again"
-
     def require_sums(self) -> None:
         """Raises UserError where a file that was written with checksums has none."""
         if not self.has_sums:
-            raise UserError(f"{sums_of(self.path)}: is missing; {self._remedy}")
+            raise UserError(f"{sums_of(self.path)}: is missing; {_REMEDY}")
 
     def verify(self, begin: int, end: int) -> None:
         """Reads the blocks of bytes `begin` .. `end` that this process has not read yet. Raises UserError if one is damaged.
@@ -77,7 +68,7 @@ class BlockFile:
             content = os.pread(file.fileno(), end - begin, begin)
         if xxhash.xxh3_64_intdigest(content) != self._sums[number]:
             where = f"block {number}, bytes {begin:,} to {end:,}"
-            raise UserError(f"{self.path}: is damaged: {where}: its checksum is not the one that was written; {self._remedy}")
+            raise UserError(f"{self.path}: is damaged: {where}: its checksum is not the one that was written; {_REMEDY}")
 
     @cached_property
     def _sums(self) -> np.ndarray:
@@ -85,12 +76,10 @@ class BlockFile:
         path, blocks = sums_of(self.path), -(-self.size // BLOCK)
         content = read_bytes(path, 8 * (blocks + 2))
         if len(content) < 16 or xxhash.xxh3_64_intdigest(content[:-8]).to_bytes(8, "little") != content[-8:]:
-            raise UserError(f"{path}: is damaged: its last number is not the checksum of the others; {self._remedy}")
+            raise UserError(f"{path}: is damaged: its last number is not the checksum of the others; {_REMEDY}")
         size, *_ = numbers = np.frombuffer(content, "<u8")
         if size != self.size or len(numbers) != blocks + 2:
-            raise UserError(
-                f"{self.path}: has {self.size:,} bytes, and {size:,} were written, as {path.name} says; {self._remedy}"
-            )
+            raise UserError(f"{self.path}: has {self.size:,} bytes, and {size:,} were written, as {path.name} says; {_REMEDY}")
         return numbers[1:-1]
 
     @cached_property
@@ -119,7 +108,7 @@ class BlockFile:
             raise UserError(self._truncated(size))
 
     def _truncated(self, size: int) -> str:
-        return f"{self.path}: truncated since it was opened: it has {size:,} of {self.size:,} bytes; {self._remedy}"
+        return f"{self.path}: truncated since it was opened: it has {size:,} of {self.size:,} bytes; {_REMEDY}"
 
 
 class Array:

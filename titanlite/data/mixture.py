@@ -3,7 +3,6 @@
 Nothing here has state. Which samples a step has follows from the timeline of the run, which is all that a checkpoint keeps.
 """
 
-import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -158,13 +157,9 @@ class Data:
     def _refuse_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
         """Raises UserError for the first id that is not in the vocabulary."""
         at, position = (int(indices[0]) for indices in np.nonzero((tokens < 0) | (tokens >= self._vocabulary)))
-        source = self.sources[sources[at]]
-        assert isinstance(source, TokenSource)  # rows of others are checked one by one
-        rows, row = source.locate(int(samples[at]))
-        held = itertools.chain.from_iterable(range(first, first + length) for first, length in rows.pieces(row))
+        where = self.sources[sources[at]].where(int(samples[at]))
         raise UserError(
-            f"{rows.file.prefix}.bin: holds the id {tokens[at, position]} in sample {row}, at token "
-            f"{next(itertools.islice(held, position, None)):,}, and the model's vocabulary is {self._vocabulary}: made with "
+            f"{where}: holds the id {tokens[at, position]}, and the model's vocabulary is {self._vocabulary}: made with "
             "another tokenizer?"
         )
 
@@ -210,30 +205,21 @@ def open_data(config: Config, vocabulary: int, section: str = "training") -> Dat
     ]
     lengths = np.pad(byte_lengths(loaded), (0, vocabulary))[:vocabulary]
     data = Data(sources, config.training, tokenizer_digest(loaded), lengths, key, loaded.spelled(loaded.beginning))
-    if section == "training":  # validation measures each source by itself
-        check_shares(data)
     check_labels(data)
     return data
 
 
 def _shares(sources: Sequence[TokenSource | OwnSource]) -> list[int]:
-    """The share of samples of each source, integers of a sum up to MIXTURE, such that its *tokens* have their weight."""
+    """The share of samples of each source, integers of a sum up to MIXTURE, such that its *tokens* have their weight.
+
+    The smallest is a millionth of all.
+    """
     rates = []
     for source in sources:
         weight = source.cfg.weight
         rates.append(source.samples if weight is None else weight * source.samples / source.kept)
-    shares = [round(rate / sum(rates) * (MIXTURE - len(rates))) for rate in rates]
+    shares = [max(1, round(rate / sum(rates) * (MIXTURE - len(rates)))) for rate in rates]
     return [share // math.gcd(*shares) for share in shares]
-
-
-def check_shares(data: Data) -> None:
-    """Raises UserError that names every source whose share of a mixture is too small to be counted."""
-    small = [source for source, share in zip(data.sources, data.shares, strict=True) if share == 0]
-    if small:
-        why = "its size, which is its weight," if small[0].cfg.weight is None else "its weight"
-        faults = [f"{source.name}: {why} is below a millionth of all" for source in small]
-        remedy = "Leave them out, or give larger weights"
-        raise UserError(listed(f"{data.key}: sources that a mixture cannot hold", faults, remedy))
 
 
 def check_labels(data: Data) -> None:

@@ -5,27 +5,22 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.blocks import Array, BlockFile
-from titanlite.data.indexed import TokenFile
 from titanlite.ground.untrusted import size_of
 
-_HEADER = 5  # numbers before the tables
+_HEADER = 3  # numbers before the tables
 
 
 class Packing:
     """The rows of one token file: the pieces of documents in each, in order."""
 
-    def __init__(self, path: Path, file: TokenFile):
-        """path: what `pack_file` wrote for `file`. Raises ValueError, EOFError or UserError for anything else."""
+    def __init__(self, path: Path):
+        """path: what `pack_file` wrote. Raises ValueError, EOFError or UserError for anything else."""
         self.stored = BlockFile(path, size_of(path))
         self.stored.require_sums()
         self.stored.verify(0, 1)
         mapped = np.load(path, mmap_mode="r")
         self._table = table = Array(self.stored, mapped.dtype, mapped.offset, mapped.size)
-        tokens, documents, self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])
-        if len(table) != _HEADER + self.rows + 1 + 2 * self._pieces:
-            raise ValueError(f"{len(table)} numbers, {self.rows} rows and {self._pieces} pieces")
-        if (tokens, documents) != (file.tokens, file.documents):
-            raise ValueError(f"made of {tokens} tokens in {documents} documents")
+        self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """(first token in the file, tokens) of each piece of a row."""

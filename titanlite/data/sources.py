@@ -42,8 +42,8 @@ class TokenSource(NamedTuple):
     def with_rows(self, training: Training, key: str) -> "TokenSource":
         """The source with its rows. key: names it in messages. Raises UserError where it has not one whole sample."""
         length, policy, rows = training.seq_len, training.document_policy, []
-        for file in self.files:
-            packing = open_packing(file, self.fingerprint, length) if policy == "best_fit" else None
+        for number, file in enumerate(self.files):  # not by its name, which another one may get
+            packing = open_packing(file, f"{self.fingerprint} {number}", length) if policy == "best_fit" else None
             rows.append(rows_of(file, length, policy, training.document_mask, packing))
         # rows of titanlite 0.3 had another order: a run that continues them must be asked, as for another text
         fingerprint = digest(self.fingerprint, "rows in a random order") if policy == "best_fit" else self.fingerprint

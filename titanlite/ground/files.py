@@ -1,8 +1,9 @@
-"""Writes titanlite's own files: atomically, synced to the disk; and the folder of its cache."""
+"""Writes files and folders that appear under their name complete or not at all, synced to the disk; and the cache's folder."""
 
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -111,6 +112,20 @@ def writing(path: Path, remedy: str = "") -> Iterator[None]:
 def unfinished_path(final: Path) -> Path:
     """Where a file or folder is written before it is complete."""
     return final.with_name(f".{final.name}.unfinished")
+
+
+def start_output(output: Path) -> Path:
+    """Makes `unfinished_path` free, which is returned. Raises UserError where the output exists, or cannot be written."""
+    if output.exists():
+        raise UserError(f"{output}: already exists; name another output, or remove it")
+    unfinished = unfinished_path(output)
+    if (unfinished / "plan.json").is_file():
+        raise UserError(f"{output}: titanlite tokenize is not finished there; name another output")
+    with writing(output):
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)  # left by a killed command
+        output.parent.mkdir(parents=True, exist_ok=True)
+    return unfinished
 
 
 def publish(unfinished: Path, final: Path) -> None:

@@ -3,5 +3,4 @@
 folder.py   the tensors of a folder, all validated before any tensor is read
 load.py     loads the slices of each rank into a model on any mesh
 export.py   writes a checkpoint in this format, one tensor at a time
-output.py   new files and folders, complete or not at all
 """

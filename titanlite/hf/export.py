@@ -20,10 +20,9 @@ from titanlite.config.read import stored_config
 from titanlite.data.sources import tokenizer_of_run
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError, listed, phase
-from titanlite.ground.files import publish, replace_file, split, unfinished_path, writing
+from titanlite.ground.files import publish, replace_file, split, start_output, unfinished_path, writing
 from titanlite.ground.untrusted import FileSchema, Positive, read_json
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, stored_again, their_names
-from titanlite.hf.output import start_output
 from titanlite.hf.part import TensorPart
 from titanlite.launch.process import rank_and_world, together
 from titanlite.registry.description import LIMIT

@@ -18,12 +18,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from torch.distributed.elastic import multiprocessing
-from torch.distributed.elastic.multiprocessing.api import (
-    DefaultLogsSpecs,
-    RunProcsResult,
-    SignalException,
-    SubprocessContext,
-)
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, RunProcsResult, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, launch_agent

@@ -84,10 +84,6 @@ Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
 class _Proxy:
     """A proxy of an embedding or a block: its attributes are the module's, and a call goes to `run`."""
 
-    _name: str
-    _module: Any
-    _run: Run
-
     def __init__(self, name: str, module: Any, run: Run):
         vars(self).update(_name=name, _module=module, _run=run)
 

@@ -22,33 +22,21 @@ from models.decoder import Decoder
 from models.further import blocks_of, further_of
 from models.moe import experts_of
 from titanlite.config.schema import Config
+from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import (
-    BEFORE_2_13,
-    DefaultReduceScatter,
-    accumulate_alike,
-    begin_fsdp,
-    end_forward,
-    fsdp_common,
-    fsdp_groups,
-    set_reduce_scatter,
-    waits_for_replicas,
-)
+from titanlite.ground.torch_private import BEFORE_2_13
 from titanlite.parallel.mesh import data_degree, fsdp_mesh, reduces_once
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.parameters import is_tied
 from titanlite.transforms.shards import local_part
 
 
-def apply_fsdp(
-    model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None = None, root: nn.Module | None = None
-) -> None:
+def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None, root: nn.Module) -> None:
     """Applies FSDP2 to embedding, blocks, MTP modules and head. Gradients are summed: the loss is divided already.
 
-    of_experts: the mesh that shards experts, where that is not the one of all other parameters. root: what is called instead of
-    the model.
+    of_experts: the mesh that shards experts, where that is not the one of all other parameters. root: what is called, the
+    model or its stage.
     """
-    root = root or model
     training, parallelism = config.training, config.parallelism
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[training.mixed_precision_param],
@@ -106,13 +94,13 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-            for group in fsdp_groups(module) if deferred.shards else ():
-                accumulate_alike(group)
+            for group in torch_private.fsdp_groups(module) if deferred.shards else ():
+                torch_private.accumulate_alike(group)
     model.titanlite_gradient_sync = deferred  # type: ignore[assignment]  # for `choose_reductions`
     if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and deferred.replicas:
         for unit in waiting_units(model):
-            for group in fsdp_groups(unit):
-                set_reduce_scatter(group, _WholeReduceScatter(_name(unit), group))
+            for group in torch_private.fsdp_groups(unit):
+                torch_private.set_reduce_scatter(group, _WholeReduceScatter(_name(unit), group))
     _gather_ahead(model, config)
 
 
@@ -139,15 +127,15 @@ def _gather_ahead(model: Decoder, config: Config) -> None:
 def _placement(parameter: nn.Parameter, ranks: int, apart: Collection[int] = (), info: Any = None) -> Any:
     """How a parameter is split. apart: ids of those on another mesh of their unit, which `info` describes."""
     if id(parameter) in apart:
-        return fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
+        return torch_private.fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
     return Shard(split_dimension(local_part(parameter).shape, ranks))
 
 
 def _mesh_info(mesh: DeviceMesh) -> Any:
     """FSDP2's description of a mesh of shards, or of replicas and shards."""
     if mesh.ndim == 1:
-        return fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        return torch_private.fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return torch_private.fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def split_dimension(shape: Sequence[int], ranks: int) -> int:
@@ -185,7 +173,9 @@ def choose_reductions(model: Decoder, last: bool) -> None:
 def check_reductions(model: Decoder) -> None:
     """Call after a step's backward passes. Raises UserError if gradients of a unit still wait for those of other replicas."""
     for unit in waiting_units(model) if isinstance(model, FSDPModule) else ():
-        if any(map(waits_for_replicas, fsdp_groups(unit))):  # they would be added to those of the next step
+        if any(
+            map(torch_private.waits_for_replicas, torch_private.fsdp_groups(unit))
+        ):  # they would be added to those of the next step
             raise UserError(f"a step's last microbatch has no gradients for a {_name(unit)}, and an earlier one has. {_EVERY}")
 
 
@@ -209,7 +199,7 @@ def _name(unit: Any) -> str:
     return type(unit).__name__.removeprefix("FSDP")
 
 
-class _WholeReduceScatter(DefaultReduceScatter):
+class _WholeReduceScatter(torch_private.DefaultReduceScatter):
     """The reduce-scatter of a unit whose all-reduce is deferred. It refuses gradients of only some of the unit's parameters.
 
     FSDP2 adds the flat results of a step's microbatches without checking which parameters they belong to. So it would sum
@@ -256,7 +246,7 @@ def begin(model: nn.Module) -> None:
     Pipelines accumulate in float32 themselves.
     """
     if isinstance(model, FSDPModule):
-        begin_fsdp(model)
+        torch_private.begin_fsdp(model)
 
 
 def release(model: nn.Module) -> None:
@@ -264,5 +254,5 @@ def release(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The unit of a tied embedding and head expects another forward pass of the embedding, so it would stay gathered.
-            end_forward(module)
+            torch_private.end_forward(module)
             module.reshard()

@@ -21,7 +21,8 @@ _META = torch.device("meta")  # tensors without memory
 class LateStage(PipelineStage):
     """PyTorch's stage with late buffers and a late loss. It gives its module the number of the microbatch.
 
-    Each pass is a named range of profiler traces. Errors of the model are raised unchanged.
+    Each pass is a named range of profiler traces; only some of PyTorch's schedules name them, and "1F1B" does not. Errors of
+    the model are raised unchanged.
     """
 
     loss_of: Callable[[Tensor, int], Tensor]  # of the last stage's hidden states, (batch, seq, dim), and their microbatch
@@ -29,7 +30,7 @@ class LateStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         # Not as an input: FSDP2 would copy a tensor to the device, where reading it is a host sync; 2.11 takes tensors only.
         self.submod.microbatch = fwd_chunk_id  # type: ignore[assignment]  # the attribute of Stage
-        with self._range("forward", fwd_chunk_id):
+        with record_function(f"stage {self.stage_index} forward, microbatch {fwd_chunk_id}"):
             try:
                 return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             except RuntimeError as error:
@@ -47,7 +48,7 @@ class LateStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
-        with self._range("backward", bwd_chunk_id):
+        with record_function(f"stage {self.stage_index} backward, microbatch {bwd_chunk_id}"):
             if self.has_backward and self.is_last:
                 (hidden,), _ = self.fwd_cache[bwd_chunk_id]
                 loss = self.loss_of(hidden, bwd_chunk_id)
@@ -57,10 +58,6 @@ class LateStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = tuple(_message(grad, info.buffer) for grad, info in pairs)
         if self.has_backward:
             _replace([*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]], _META)
-
-    def _range(self, kind: str, number: int) -> Any:
-        """A named range of a trace. Only some of PyTorch's schedules name their passes, and "1F1B" does not."""
-        return record_function(f"stage {self.stage_index} {kind}, microbatch {number}")
 
     def clear(self) -> None:
         """Frees the buffers that a step without backward passes leaves."""

@@ -53,14 +53,6 @@ def mesh_title(mesh: DeviceMesh) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
-def fewest_ranks(parallelism: Parallelism) -> int:
-    """Of a mesh that has these degrees, and whose replicas can split the experts as given."""
-    fixed = math.prod(size for name in DIMENSIONS if (size := getattr(parallelism, DEGREES[name])) > 0)
-    within = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    experts = parallelism.expert_parallel_degree
-    return fixed * (experts // math.gcd(experts, within) if parallelism.data_parallel_shard_degree < 0 else 1)
-
-
 def needs_fsdp(config: Config, ranks: int) -> bool:
     """Whether FSDP2 is used: to gather, to offload, or to accumulate in another precision. Its keys need that."""
     return effective_when(Parallelism.model_fields["fsdp_prefetch"]).failing(config, Hardware(ranks=ranks)) is None

@@ -164,24 +164,14 @@ STEPS = (
     Step("casts", _cast),
     # The compiler must see which operations are kept, so that selection goes inside of what it compiles.
     Step("activation checkpointing", _checkpoint_operations, lambda s: recompute.faults(s.config)),
-    Step(
-        "chunks",
-        _chunk_feed_forward,
-        lambda s: recompute.model_faults(s.config, s.model),
-        ("model",),
-    ),
+    Step("chunks", _chunk_feed_forward, lambda s: recompute.model_faults(s.config, s.model), ("model",)),
     Step("compile", _compile, lambda s: compile.faults(s.config)),
     # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.
     Step("checkpointed blocks", _checkpoint_blocks),
     # Not earlier: steps before this one count layers, and patterns can name one.
     Step("fewer layers", _drop_layers),
     # As late, because the tables cover the whole model.
-    Step(
-        "pipeline",
-        _cut_into_stages,
-        lambda s: pipeline.faults(s.config, s.family, s.model),
-        ("model", "flops", "limits"),
-    ),
+    Step("pipeline", _cut_into_stages, lambda s: pipeline.faults(s.config, s.family, s.model), ("model", "flops", "limits")),
     # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
     Step("FSDP2", _fsdp, _shard_faults, ("model", "mesh", "sharding")),
 )

@@ -72,13 +72,6 @@ def costs(config: Config, family: Family, model: Decoder) -> tuple[dict[str, flo
     return {name: numbers + attention for name, numbers in matmuls.items()}, of_head
 
 
-def stage_costs(config: Config, family: Family, model: Decoder) -> list[float]:
-    """The multiplications of each stage for a token, as in `costs`."""
-    layers, (blocks, of_head) = split_layers(config, family, model), costs(config, family, model)
-    sums = [sum(blocks[name] for name in names) for names in layers]
-    return [*sums[:-1], sums[-1] + of_head]
-
-
 def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
     """How many of `costs`, in their order, each part gets so that the largest sum is smallest.
 
@@ -87,9 +80,7 @@ def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
     """
     if len(costs) < parts:
         raise ValueError(f"{len(costs)} blocks are fewer than {parts} stages")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *itertools.accumulate(costs)]
     # best[n]: (largest sum, sum of squares, sizes) of the first n costs in as many parts as the loop has made
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for part in range(1, parts + 1):
@@ -120,10 +111,6 @@ class StageAssignment(NamedTuple):
         if part == "layers":
             return any(rest.partition(".")[0] in blocks for blocks in self.stages.values())
         return self.head if part == "head" else self.embed or (self.tied and self.head)
-
-    def untied(self) -> "StageAssignment":
-        """The same of a model whose head has a parameter of its own."""
-        return self._replace(tied=False)
 
 
 def assign_stages(config: Config, family: Family, model: Decoder) -> list[StageAssignment]:
@@ -207,15 +194,7 @@ class Pipeline:
         interfaces = [stage.replay.interface() for stage in stages]
         ignored = (torch.empty(1, device="meta"),)  # by stage 0
         self._parts = [
-            LateStage(
-                stage,
-                stage.number,
-                count,
-                device,
-                input_args=takes or ignored,
-                output_args=gives,
-                group=self.group,
-            )
+            LateStage(stage, stage.number, count, device, input_args=takes or ignored, output_args=gives, group=self.group)
             for stage, (takes, gives) in zip(stages, interfaces, strict=True)
         ]
         kind = get_schedule_class(self.schedule_name)
@@ -306,15 +285,17 @@ def unsplittable(family: Family, degree: int) -> str:
     return f"the last stage would have {', '.join(more)} beside the tied weight, and not train it" if more else ""
 
 
+_STAGES = "parallelism.pipeline_parallel_degree > 1"
 CONFLICTS: tuple[Conflict, ...] = (
-    ("parallelism.pipeline_parallel_degree > 1", "parallelism.cpu_offload = true", "it is not supported; set one of them back"),
+    (_STAGES, "parallelism.cpu_offload = true", "it is not supported; set one of them back"),
+    (_STAGES, 'parallelism.fsdp_reshard_after_forward = "always"', 'a pipeline keeps what it has gathered; use "default"'),
+    (_STAGES, "validation.sample_prompts is set", "no rank has the whole model; set it to [], and use titanlite generate"),
 )
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Models that cannot be cut into so many stages, options that need a whole model."""
-    cfg = config.parallelism
-    degree = cfg.pipeline_parallel_degree
+    degree = config.parallelism.pipeline_parallel_degree
     if degree == 1:
         return
     key = f"parallelism.pipeline_parallel_degree = {degree}"
@@ -322,13 +303,6 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
         yield f"{key}: in {config.model.name}, {reason}; set it to 1"
         return
     yield from _stage_faults(config, family, model, key)
-    if config.validation.sample_prompts:
-        yield f"{key}: validation.sample_prompts needs the whole model on a rank; set it to [], and use titanlite generate"
-    if cfg.fsdp_reshard_after_forward == "always":
-        yield (
-            f'{key}: parallelism.fsdp_reshard_after_forward = "always": between microbatches, a pipeline keeps what it has '
-            'gathered; use "default"'
-        )
     yield from conflicts(config, CONFLICTS)
 
 

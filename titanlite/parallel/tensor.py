@@ -22,12 +22,7 @@ from models.further import further_of
 from models.moe import Experts
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import (
-    collectives,
-    enable_symm_mem_for_group,
-    has_parameters,
-    set_async_tensor_parallel,
-)
+from titanlite.ground.torch_private import collectives, enable_symm_mem_for_group, has_parameters, set_async_tensor_parallel
 from titanlite.registry.family import Family
 from titanlite.transforms.float8 import linear_layers
 from titanlite.transforms.lora import LoraLinear

@@ -7,7 +7,8 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
-from titanlite.parallel.pipeline import split_layers, stage_costs
+from titanlite.parallel.pipeline import split_layers
+from titanlite.plan.pipeline import stage_costs
 from titanlite.plan.search import keys_of
 from titanlite.plan.shape import Shape
 from titanlite.plan.time import Choice, Job, Stages, device_named, one_stage

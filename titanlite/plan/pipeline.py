@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.parallel.pipeline import STAGES_OF_A_RANK
-from titanlite.registry.family import family_of
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK, costs, split_layers
+from titanlite.registry.family import Family, family_of
+
+
+def stage_costs(config: Config, family: Family, model: Decoder) -> list[float]:
+    """The multiplications of each stage for a token, as in `costs`."""
+    layers, (blocks, of_head) = split_layers(config, family, model), costs(config, family, model)
+    sums = [sum(blocks[name] for name in names) for names in layers]
+    return [*sums[:-1], sums[-1] + of_head]
 
 
 class Rehearsal(NamedTuple):

@@ -21,7 +21,7 @@ from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.fsdp import GradientSync, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import StageAssignment, assign_stages, flow_of, received_by_stages, split_layers, stage_costs
+from titanlite.parallel.pipeline import StageAssignment, assign_stages, flow_of, received_by_stages, split_layers
 from titanlite.plan import pipeline
 from titanlite.plan.experts import Routing
 from titanlite.plan.fused import register_backend
@@ -165,7 +165,7 @@ class Measured(NamedTuple):
     def part_of(self, share: StageAssignment) -> float:
         """The bytes of a share's trained parameters, of all."""
         sizes = {name: local_bytes(p) for name, p in self.model.named_parameters() if p.requires_grad}
-        return sum(size for name, size in sizes.items() if share.untied().has(name)) / sum(sizes.values())
+        return sum(size for name, size in sizes.items() if share._replace(tied=False).has(name)) / sum(sizes.values())
 
 
 # ------------------------------------------------------------------------------------------------------------- a pipeline
@@ -177,7 +177,7 @@ def of_worst_rank(config: Config, parameters: int, measured: Measured, recorded:
     whole = on_meta(family, config)
     every = assign_stages(config, family, whole)
     received = received_by_stages(flow, split_layers(config, family, whole))
-    costs = stage_costs(config, family, whole)
+    costs = pipeline.stage_costs(config, family, whole)
     with simulated_ranks(degree):
         schedule = config.parallelism.pipeline_parallel_schedule
         order = pipeline.orders(schedule, degree, measured.microbatches, len(costs))
@@ -206,7 +206,7 @@ def moments_of(
 ) -> list[Moment]:
     """What a rank of a pipeline holds. whole: the model on the meta device. received: by each stage, for a microbatch."""
     training, part, held = config.training, measured.part_of(share), measured.held
-    own = [(name, p) for name, p in measured.model.named_parameters() if share.untied().has(name)]
+    own = [(name, p) for name, p in measured.model.named_parameters() if share._replace(tied=False).has(name)]
     updated = [(name, p) for name, p in own if p.requires_grad]
     of_optimizer = sum(local_part(p).numel() * state_bytes(name, p, config.optimizer) for name, p in updated)
     states = MemoryEstimate(sum(local_bytes(p) for _, p in own), 0, of_optimizer, 0, 0)

@@ -206,10 +206,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     # PyTorch's own fails for the dtype of the result, which the head gives
     torch.ops.aten.addmm: lambda _, a, b, *__, **___: flop_registry[torch.ops.aten.mm](a, b),
     **dict.fromkeys((cpu_attention, flash_attention), lambda q, k, *_, **__: _attention_flops(q, k, 2)),
-    **dict.fromkeys(
-        (cpu_attention_backward, flash_attention_backward),
-        lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
-    ),
+    **dict.fromkeys((cpu_attention_backward, flash_attention_backward), lambda _, q, k, *__, **___: _attention_flops(q, k, 5)),
 }
 
 

@@ -30,10 +30,7 @@ def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float,
     ]
 
 
-_ROWS = {
-    "balanced": "the experts of every rank get as many rows",
-    "worst": "rank 0's experts get all rows",
-}
+_ROWS = {"balanced": "the experts of every rank get as many rows", "worst": "rank 0's experts get all rows"}
 
 
 def memory_table(prediction: Prediction) -> list[str]:

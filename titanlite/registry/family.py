@@ -218,8 +218,6 @@ def limits_of(module: ModuleType) -> Limits:
         kind, allowed = (bool, "True or False") if type(known[name]) is bool else (int, "a whole number of ranks, at least 1")
         if type(value) is not kind or (kind is int and value < 1):
             raise BrokenModule(f"{named}: LIMITS[{name!r}] = {value!r}: must be {allowed}")
-    if hasattr(getattr(module, "Model", None), "generates"):
-        raise BrokenModule(f'{named}: Model.generates has no effect; write LIMITS = {{"generates": False}} in the file')
     return Limits(**declared)
 
 

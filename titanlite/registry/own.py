@@ -9,7 +9,6 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -66,19 +65,6 @@ def source_of_parts(config: Config, reports: bool = False) -> ModelSource:
     for key, name in [*parts_of(config).items(), *(("metrics.extra", name) for name in config.metrics.extra)]:
         found |= source_of(_module(key, name))
     return found
-
-
-def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
-    """Raises UserError for a part that a file names but the user's command does not, or vice versa.
-
-    named: the parts that the command names.
-    """
-    parts = parts_of(config)
-    for key, name in parts.items():
-        if name not in named:
-            raise UserError(f'{source}: {key} = "{name}": no code that a file names is run; if you trust it, add --own {name}')
-    if unused := [name for name in named if name not in parts.values()]:
-        raise UserError(f"--own {unused[0]}: {source} names no such part; remove the option")
 
 
 def part_of(key: str, name: str) -> Any:

@@ -18,9 +18,8 @@ from titanlite.config.effects import Hardware
 from titanlite.config.read import KEYS, SECTIONS, toml_key, toml_value
 from titanlite.config.schema import Config
 from titanlite.ground.errors import allowed
-from titanlite.ground.files import publish, writing
+from titanlite.ground.files import publish, start_output, writing
 from titanlite.ground.untrusted import read_toml
-from titanlite.hf.output import start_output
 from titanlite.tools.options import command_parser, existing_path, new_path
 
 _ALWAYS = "titanlite always does this"

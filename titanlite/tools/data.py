@@ -23,7 +23,7 @@ from tqdm import tqdm
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.config.effects import OPTION, Hardware
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Parallelism
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.own import OwnSource
@@ -37,7 +37,7 @@ from titanlite.ground.run_files import CONFIG, INCIDENTS, PROVENANCE, read_entri
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.resume import compared, values_of
-from titanlite.parallel.mesh import fewest_ranks, part_of_rank, parts_of, resolve_degrees
+from titanlite.parallel.mesh import DEGREES, DIMENSIONS, part_of_rank, parts_of, resolve_degrees
 from titanlite.registry.family import vocabulary_of
 from titanlite.tools.options import RANKS, STEPS, WholeNumber, command_parser, config_parser, read_command
 from titanlite.tools.replay import furthest
@@ -64,9 +64,17 @@ def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     of_a_run = Path(path).name == CONFIG and (Path(path).parent / PROVENANCE).is_file()
     if of_a_run and config.layers.get("job.dump_folder") != OPTION:  # the run's folder, wherever this command is started
         config = config.with_keys({"job.dump_folder": str(Path(path).parent)})
-    ranks = options.ranks or fewest_ranks(config.parallelism)
+    ranks = options.ranks or _fewest_ranks(config.parallelism)
     check(config, path, ranks, elsewhere=not torch.cuda.is_available())
     return options, config.settled(Hardware()), resolve_degrees(config.parallelism, ranks)
+
+
+def _fewest_ranks(parallelism: Parallelism) -> int:
+    """Of a mesh that has these degrees, and whose replicas can split the experts as given."""
+    fixed = math.prod(size for name in DIMENSIONS if (size := getattr(parallelism, DEGREES[name])) > 0)
+    within = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    experts = parallelism.expert_parallel_degree
+    return fixed * (experts // math.gcd(experts, within) if parallelism.data_parallel_shard_degree < 0 else 1)
 
 
 def _check_values(where: str, then: dict[str, Any], described: dict[str, Any], config: Config, data: Data) -> None:

@@ -11,9 +11,8 @@ import torch
 
 from titanlite.checkpoint.storage import checked_file
 from titanlite.checkpoint.whole import Stored
-from titanlite.ground.files import publish, writing
+from titanlite.ground.files import publish, start_output, writing
 from titanlite.hf.export import Exported
-from titanlite.hf.output import start_output
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.export_hf import export_parser
 from titanlite.transforms.dtypes import DTYPES

@@ -29,9 +29,9 @@ from titanlite.checkpoint.storage import Writer
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import toml_value
 from titanlite.ground.errors import UserError
+from titanlite.ground.files import start_output
 from titanlite.hf.folder import Entry, find_weights
 from titanlite.hf.load import load_weights
-from titanlite.hf.output import start_output
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.launch.process import of_all_ranks
 from titanlite.loop.metrics import peak_memory_gib

@@ -61,7 +61,8 @@ from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, mesh_title, parts_of, resolve_degrees, stage_group
 from titanlite.registry.family import family_of, trusted, vocabulary_of
-from titanlite.registry.own import check_trust, source_of_parts, without_reports
+from titanlite.registry.own import parts_of as named_parts
+from titanlite.registry.own import source_of_parts, without_reports
 from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
 from titanlite.transforms.shards import local_part
@@ -125,6 +126,19 @@ def setting_of(run: Path, step: int, named: str = "", own: Collection[str] = ())
     if batch is None:
         raise UserError(f"{run / PROVENANCE}: does not contain the global batch size")
     return config, batch
+
+
+def check_trust(config: Config, source: Path, named: Collection[str]) -> None:
+    """Raises UserError for a part that a file names but the user's command does not, or vice versa.
+
+    named: the parts that the command names.
+    """
+    parts = named_parts(config)
+    for key, name in parts.items():
+        if name not in named:
+            raise UserError(f'{source}: {key} = "{name}": no code that a file names is run; if you trust it, add --own {name}')
+    if unused := [name for name in named if name not in parts.values()]:
+        raise UserError(f"--own {unused[0]}: {source} names no such part; remove the option")
 
 
 def saved_after(step: int, saves: Path) -> dict[str, Any]:

@@ -25,14 +25,6 @@ from models.once import passes
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
 from titanlite.ground import torch_private
-from titanlite.ground.torch_private import (
-    collectives,
-    cpu_attention,
-    cudnn_attention,
-    efficient_attention,
-    flash_attention,
-    math_attention,
-)
 from titanlite.transforms.offload import Offload
 
 _aten, _higher = torch.ops.aten, torch.ops.higher_order
@@ -40,15 +32,15 @@ _aten, _higher = torch.ops.aten, torch.ops.higher_order
 # Expensive, so kept: attention in all its kernels, MoE layers, and sums over ranks. All-gathers are repeated: each result is as
 # large as the whole sequence on every rank (405b with tp 8: 2 GiB a layer). A model's module can list more under KEEP.
 KEPT_OPERATIONS = (
-    flash_attention.default,
-    efficient_attention.default,
-    cudnn_attention.default,
-    cpu_attention.default,
-    math_attention.default,
+    torch_private.flash_attention.default,
+    torch_private.efficient_attention.default,
+    torch_private.cudnn_attention.default,
+    torch_private.cpu_attention.default,
+    torch_private.math_attention.default,
     _higher.flex_attention,  # inside a compiled block
     _higher.inductor_compiled_code,  # the same outside of one: models/attention.py compiles nothing else that a block calls
-    collectives.reduce_scatter_tensor.default,
-    collectives.all_reduce.default,
+    torch_private.collectives.reduce_scatter_tensor.default,
+    torch_private.collectives.all_reduce.default,
     *KEEP,
 )
 # The second one has a bias; the last one is the router's on CUDA.
@@ -189,10 +181,7 @@ def model_faults(config: Config, model: Decoder) -> Iterator[str]:
 
 
 CONFLICTS: tuple[Conflict, ...] = (
-    (
-        *("activation_checkpoint.sequence_chunks > 1", "parallelism.tensor_parallel_degree > 1"),
-        "a part of the sequence would be split over the ranks once more; use context parallelism, or set it to 1",
-    ),
+    ("activation_checkpoint.sequence_chunks > 1", "parallelism.tensor_parallel_degree > 1", "use context parallelism instead"),
 )
 
 

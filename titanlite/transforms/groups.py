@@ -32,19 +32,16 @@ def apply_groups(model: nn.Module, groups: Sequence[Group]) -> None:
     if not groups:
         return
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    faults, left = [], dict(trained)
+    faults, first = [], {name: group_of(name, groups) for name in trained}
     for number, group in enumerate(groups, 1):
         where = f'optimizer.groups, entry {number}: pattern = "{group.pattern}"'
-        matching = [name for name in left if fnmatchcase(name, group.pattern)]
-        if not matching:
+        if not any(each is group for each in first.values()):
             faults.append(f"{where}: {_why_nothing(group.pattern, trained, model)}")
         if group.frozen and (group.lr, group.weight_decay) != (DEFAULT.lr, DEFAULT.weight_decay):
             faults.append(f"{where}: lr and weight_decay have no effect with frozen = true")
-        for name in matching:
-            del left[name]
     if faults:
         raise UserError("\n".join(faults))
-    frozen = {name for name in trained if group_of(name, groups).frozen}
+    frozen = {name for name, group in first.items() if group.frozen}
     if frozen == trained.keys():
         raise UserError("optimizer.groups: freezes every trained parameter; nothing is left to train")
     for name in frozen:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from titanlite.data.blocks import PACKING, TOKENS
 from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
 from titanlite.data.prepare.chat import load_template
@@ -64,13 +63,13 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
             shutil.rmtree(unfinished_path(folder), ignore_errors=True)
             raise
 
-    folder = cache_folder() / f"{TOKENS}{name}"
+    folder = cache_folder() / f"tokens-{name}"
     _cached(folder, make, read_manifest)
     return folder
 
 
-def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
-    """The best-fit rows of a file, from the cache or created now."""
+def open_packing(file: TokenFile, contents: str, seq_len: int) -> Packing:
+    """The best-fit rows of a file, from the cache or created now. contents: identifies those of the file."""
 
     def make(folder: Path) -> None:
         log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
@@ -78,8 +77,8 @@ def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
         pack_file(file.prefix, seq_len, folder / "rows.npy")
         sync_contents(folder)
 
-    key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
-    return _cached(cache_folder() / f"{PACKING}{key}", make, lambda folder: Packing(folder / "rows.npy", file))
+    key = digest(_VERSION, contents, str(seq_len))
+    return _cached(cache_folder() / f"packing-{key}", make, lambda folder: Packing(folder / "rows.npy"))
 
 
 def train_tokenizer(documents: Iterable[str]) -> Tokenizer:

@@ -16,8 +16,8 @@ from titanlite.data.prepare.sums import write_sums
 def pack_file(prefix: Path, seq_len: int, target: Path) -> None:
     """Packs the documents of a token file into rows of seq_len + 1 tokens, and writes them to `target`, an .npy file.
 
-    The file is one array of int64. Header: tokens and documents of the token file, rows, pieces, tokens of all pieces. Tables:
-    the first piece of each row and at the end the number of pieces; the first token of each piece; the tokens of each piece.
+    The file is one array of int64. Header: rows, pieces, tokens of all pieces. Tables: the first piece of each row and at
+    the end the number of pieces; the first token of each piece; the tokens of each piece.
     """
     file = TokenFile(prefix)
     starts, lengths = _cut(file.boundaries(0, file.documents), seq_len)
@@ -26,7 +26,7 @@ def pack_file(prefix: Path, seq_len: int, target: Path) -> None:
     row_of = np.random.RandomState(0).permutation(row_of.max(initial=-1) + 1)[row_of]
     order = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of)
-    header = np.array([file.tokens, file.documents, len(counts), len(lengths), lengths.sum()])
+    header = np.array([len(counts), len(lengths), lengths.sum()])
     np.save(target, np.concatenate([header, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
     write_sums(target)
 
