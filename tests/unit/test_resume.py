@@ -158,15 +158,17 @@ def test_a_valid_manifest_of_something_else_is_refused_in_one_sentence(foreign):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
 
 
+def test_a_checkpoint_of_version_0_2_keeps_its_schedule():
+    """Version 0.2 stored every value of the schedule; only the length is not in the configuration."""
+    keys = STABLE | {STEPS: 40}
+    found = stored(keys)
+    found.numbers["schedule"] = build_schedule(configuration(keys), 20)._asdict()
+    assert resume(keys, found) == build_schedule(configuration(keys), 20)
+
+
 def test_no_run_continues_from_imported_weights():
     numbers = imported_numbers(load_family("tests.tiny", "plain"), model={"name": "tests.tiny"})
     with pytest.raises(UserError, match="holds weights alone"):
-        load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
-
-
-def test_no_run_continues_from_a_checkpoint_of_a_version_without_timelines():
-    numbers = {name: value for name, value in stored().numbers.items() if name != "timeline"}
-    with pytest.raises(UserError, match=r"before 0\.3 wrote it, and only its weights can be used; begin from them with"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
 
 

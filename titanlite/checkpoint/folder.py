@@ -174,7 +174,7 @@ def _check_is_ours(path: Path, run: str) -> None:
     found = manifest.read(path)
     if found.numbers["step"] != step_of(path):
         raise UserError(f"its manifest is that of step {found.numbers['step']}")
-    if run and found.numbers.get("run", run) != run:  # imported weights name none
+    if run and found.numbers.get("run", run) != run:  # titanlite 0.2 named none
         raise UserError("it is of another run")
     if foreign := sorted(set(os.listdir(path)) - found.files.keys() - {manifest.FILE}):
         raise UserError(f"its manifest does not list {', '.join(foreign)}")

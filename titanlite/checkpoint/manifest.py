@@ -64,7 +64,7 @@ class _ManifestSchema(untrusted.FileSchema):
     model_source: dict[str, _Module] = Field(default={})  # imported weights have none
     own_source: dict[str, _Module] = Field(default={})  # earlier versions have none
     stream: list[Any] = Field(default=[])  # the state of each data rank's own stream
-    run: str = ""  # imported weights have none
+    run: str = ""  # imported weights, and runs of titanlite 0.2, have none
     files: dict[FileName, FileDigest]
 
 
@@ -167,8 +167,9 @@ def check_run(folder: Path, manifest: Manifest) -> None:
     weights = "begin from them with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
     if manifest.numbers.get("imported"):
         raise UserError(f"{folder}: holds weights alone, without optimizer state, step or data position; {weights}")
-    if "timeline" not in manifest.numbers:
-        raise UserError(f"{folder}: a titanlite before 0.3 wrote it, and only its weights can be used; {weights}")
+    if not {"timeline", "mixture"} & manifest.numbers.keys():  # titanlite 0.2 wrote mixture
+        remedy = f"{weights}, or continue the run with titanlite 0.2 and resume from what 0.2 has saved"
+        raise UserError(f"{folder}: titanlite 0.1 wrote it, and only its weights can be used; {remedy}")
     untrusted.validated(_Run, manifest.numbers, f"{folder}: its manifest is sound, but does not describe a run of titanlite")
 
 

@@ -14,9 +14,10 @@ continues with its next sample.
 import itertools
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
-from titanlite.data.order import drawn
+from titanlite.data.order import MIXTURE, drawn
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Count, FileSchema, Positive, validated
 
@@ -73,6 +74,8 @@ class Timeline(NamedTuple):
 
     def at(self, step: int) -> tuple[Segment, int]:
         """The segment of a step, and the step's first sample."""
+        if step < self.segments[0].first_step:
+            raise UserError(f"step {step}: which samples it had is not known; titanlite 0.2 did not record it")
         segment = next(segment for segment in reversed(self.segments) if segment.first_step <= step)
         return segment, segment.first_sample + (step - segment.first_step) * segment.global_batch
 
@@ -141,16 +144,22 @@ class _TimelineSchema(FileSchema):
     timeline: list[Segment]
 
 
+class _Mixture(FileSchema):
+    position: Count
+    sources: list[SourceState]
+
+
 def stored(numbers: dict[str, Any], owner: str) -> Timeline:
-    """The timeline in the numbers of a run's manifest.
+    """The timeline in the numbers of a run's manifest, also of one that titanlite 0.2 has written.
 
     owner: names the checkpoint. Raises UserError where its numbers do not fit together.
     """
-    timeline = Timeline(validated(_TimelineSchema, numbers, owner).timeline)
+    known = "timeline" in numbers
+    timeline = Timeline(validated(_TimelineSchema, numbers, owner).timeline) if known else _of_0_2(numbers, owner)
     steps, segments = [segment.first_step for segment in timeline.segments], timeline.segments
     sources = [source["fingerprint"] for source in numbers["data"]["sources"]]
     if (
-        steps[:1] != [1]
+        not segments
         or steps != sorted(set(steps))
         or any(each.began + each.skipped > each.first_sample or not each.mixture for each in segments)
         or [fingerprint for fingerprint, _ in segments[-1].mixture] != sources
@@ -158,3 +167,19 @@ def stored(numbers: dict[str, Any], owner: str) -> Timeline:
     ):
         raise UserError(f"{owner}: its timeline does not lead to its step, samples and data.sources")
     return timeline
+
+
+def _of_0_2(numbers: dict[str, Any], owner: str) -> Timeline:
+    """titanlite 0.2 stored where the mixture began: one segment from there, as if nothing had changed since.
+
+    What follows the checkpoint is exact. Samples of earlier steps are not, where a rollback or another batch came between.
+    """
+    mixture = validated(_Mixture, numbers["mixture"], f"{owner}: mixture")
+    size, step, samples = numbers["global_batch"], numbers["step"], numbers["samples"]
+    steps = max(0, min(step, (samples - mixture.position) // size))
+    # A float64 determines a fraction whose denominator is at most 2^20.
+    shares = [Fraction(source["share"]).limit_denominator(MIXTURE) for source in numbers["data"]["sources"]]
+    unit = math.lcm(*(share.denominator for share in shares))
+    sources = zip(mixture.sources, [int(share * unit) for share in shares] + [0] * len(mixture.sources), strict=False)
+    known = [source._replace(share=share) for source, share in sources]
+    return Timeline([Segment(step + 1 - steps, samples - steps * size, size, mixture.position, 0, known)])

@@ -76,7 +76,7 @@ class Progress(NamedTuple):
     timeline: Timeline
     loss_sum: float = 0.0  # of those that are finite, since the last multiple of metrics.log_freq
     loss_count: int = 0
-    run: str = ""  # an id that its first start makes, and all its checkpoints have
+    run: str = ""  # an id that its first start makes, and all its checkpoints have; those of titanlite 0.2 have none
     stream: Position | None = None  # where a stream of the user's own is; other data follows from the timeline
 
     @property
