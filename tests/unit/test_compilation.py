@@ -59,7 +59,8 @@ def test_compiled_code_is_cached_between_runs_on_one_node_unless_the_user_names_
 @pytest.mark.parametrize("home", ["no folder", "no home"])
 def test_without_a_home_folder_that_can_be_written_compiled_code_is_where_pytorch_keeps_it(monkeypatch, tmp_path, home):
     for name in ("TITANLITE_CACHE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     if home == "no home":

@@ -158,6 +158,8 @@ def test_ranks_whose_starter_is_gone_save_and_stop(tmp_path, capfd):
     saved = f"import signal; signal.sigwait([{int(stop.FROM_LAUNCHER)}]); exit(75)"
     assert not end_of(start_ranks(launcher, saved, saved)).is_failed()
     assert launcher.stopped and f"process {os.getpid()}, which started the run, is gone" in capfd.readouterr().err
+    launcher.on_request(signal.SIGTERM, None)  # as of a scheduler, to all that is left
+    assert launcher.end_now is None
 
 
 # ------------------------------------------------------------------------------------------------------ the fork server

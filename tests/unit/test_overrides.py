@@ -54,6 +54,10 @@ def test_overrides_of_a_file_add_to_those_of_its_base(tmp_path):
     assert config.model.overrides == {"dim": 256, "rope_scaling": {"factor": 9, "low_freq_factor": 2}}
 
 
+def test_an_empty_table_as_an_option_resets_that_of_a_file(tmp_path):
+    assert written(tmp_path, "[model.overrides]\ndim = 512\n", "--model.overrides", "{}").model.overrides == {}
+
+
 @pytest.mark.parametrize("as_option", [False, True])
 def test_a_table_with_a_rope_type_replaces_the_whole_scaling_of_the_layer_below(tmp_path, as_option):
     (tmp_path / "base.toml").write_text('[model.overrides.rope_scaling]\nrope_type = "yarn"\nfactor = 4.0\nbeta_fast = 16.0\n')

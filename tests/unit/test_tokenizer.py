@@ -12,6 +12,7 @@ from titanlite.data.prepare import cache
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import byte_lengths, describe, load_tokenizer, tokenizer_digest
+from titanlite.ground.errors import UserError
 
 _TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]
 
@@ -70,6 +71,13 @@ def test_a_text_also_ends_where_the_model_beside_the_tokenizer_ends_it(assets, g
             (assets / name).write_text(json.dumps(table))
     loaded = load_tokenizer(str(assets))
     assert loaded.ends == {loaded.end_of_text} | others
+
+
+def test_a_model_file_that_only_generation_needs_does_not_end_training(assets):
+    (assets / "generation_config.json").write_text("version https://git-lfs.github.com/spec/v1")
+    loaded = load_tokenizer(str(assets))
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        _ = loaded.ends
 
 
 def test_truncation_and_padding_in_a_tokenizer_file_are_not_applied(assets):

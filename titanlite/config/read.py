@@ -78,7 +78,10 @@ def read_config(path: str | Path | None, options: list[str]) -> Config:
             table = table.setdefault(above, {}) if isinstance(table, dict) else None
         if isinstance(table, dict):  # a section that is none is a fault of the file, reported below
             value = _parse_value(key, text)
-            _merge(table, {name: value})
+            if value == {}:  # the default of every table: it resets what a file sets
+                table[name] = value
+            else:
+                _merge(table, {name: value})
             _note(origins, (*tables, name), value, OPTION)
     try:
         config = Config.model_validate(values)

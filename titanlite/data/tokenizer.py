@@ -60,7 +60,7 @@ class LoadedTokenizer(NamedTuple):
     bos: tuple[int, ...] = ()  # its beginning-of-text ids: one, or none where it has no such token, seldom two
     add_bos: bool = False  # whether they begin every document and prompt
     bos_token: int | None = None  # the id that tokenizer_config.json calls so, also where the post-processor adds another
-    other_ends: tuple[int, ...] = ()  # ids at which its model stops too, such as the end of a turn
+    model_folder: str = ""  # of the files that say where its model ends texts; "": that of `source`
 
     @property
     def beginning(self) -> tuple[int, ...]:
@@ -69,8 +69,8 @@ class LoadedTokenizer(NamedTuple):
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids at which generation stops."""
-        return frozenset((self.end_of_text, *self.other_ends))
+        """The ids at which generation stops: `end_of_text`, and others of its model, such as the end of a turn."""
+        return frozenset((self.end_of_text, *_ends_of_model(Path(self.model_folder or Path(self.source).parent))))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt: special tokens are recognized in it, none are added. Raises UserError."""
@@ -115,7 +115,6 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     if add_bos and not loaded.bos:
         why = 'its post-processor adds none, and tokenizer_config.json has no "bos_token"'
         raise UserError(f"{path}: has no beginning-of-text token, which add_bos = true needs: {why}")
-    loaded = loaded._replace(other_ends=_ends_of_model(Path(folder)))
     return loaded if add_bos is None else loaded._replace(add_bos=add_bos)
 
 
@@ -154,7 +153,7 @@ def _with_bos(loaded: LoadedTokenizer, name: str | None) -> LoadedTokenizer:
 
 
 def _ends_of_model(folder: Path) -> tuple[int, ...]:
-    """The ids at which the model of a tokenizer's folder stops: those of generation_config.json, or else of config.json, as in
+    """The ids at which the model of a folder stops: those of generation_config.json, or else of config.json, as in
     transformers. Instruct models have several: the end of a turn beside the end of a text.
     """
     for name in ("generation_config.json", "config.json"):

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from titanlite.launch import stacks, stop
+from titanlite.launch import addresses, stacks, stop
 from titanlite.launch.fork_server import Child
 from titanlite.launch.layout import Layout
 from titanlite.launch.rendezvous import Rendezvous
@@ -88,8 +88,13 @@ class Launcher:
         self.over = False  # no more ranks will be started
         self.failure = ""  # of the latest start
         self.stop_requested = False  # by a signal
+        self.starter_gone = False  # so that it stops without a signal
         self.end_now: signal.Signals | None = None  # the signal that ends the run at once
         self.stopped = False  # a rank has ended with stop.EXIT_CODE
+
+    @property
+    def stopping(self) -> bool:
+        return self.stop_requested or self.starter_gone
 
     def on_request(self, number: int, _frame: FrameType | None) -> None:
         """Signal handler for requests to stop. While there are ranks it only sets a flag, on which `Ranks._poll` acts."""
@@ -149,10 +154,10 @@ class Ranks(SubprocessContext):
             of = f" of {launcher.starts + self.restarts_left}" if launcher.failure else ""
             _print(f"{why}; start {launcher.starts}{of}")
             launcher.failure = ""
-        # Each start has a store of its own. The ranks would look for a part of it by this number, which differs between nodes.
-        number = {"TORCHELASTIC_RESTART_COUNT": "0"}
+        own_store = {addresses.STORE_OF_START: "1"}
         self.subprocess_handlers = {
-            local: SimpleNamespace(proc=launcher.start_rank(environment | number)) for local, environment in self.envs.items()
+            local: SimpleNamespace(proc=launcher.start_rank(environment | own_store))
+            for local, environment in self.envs.items()
         }
 
     def _poll(self) -> RunProcsResult | None:
@@ -164,11 +169,11 @@ class Ranks(SubprocessContext):
         launcher = self.launcher
         if launcher.end_now:
             raise SignalException("the run is ended", launcher.end_now)
-        # By polling: a signal of the kernel's could be the second one, after a scheduler's SIGTERM to all processes.
-        if launcher.starter and os.getppid() != launcher.starter and not launcher.stop_requested:
-            launcher.stop_requested = True
+        # no signal of the kernel's, and no request of the user's: a scheduler's SIGTERM to all processes would be the second
+        if launcher.starter and os.getppid() != launcher.starter and not launcher.stopping:
+            launcher.starter_gone = True
             _print(f"process {launcher.starter}, which started the run, is gone: the ranks finish their step, save and stop")
-        if launcher.stop_requested and not self.forwarded:
+        if launcher.stopping and not self.forwarded:
             self.forwarded = True
             for process in self.running().values():
                 os.kill(process.pid, stop.FROM_LAUNCHER)
@@ -182,7 +187,7 @@ class Ranks(SubprocessContext):
             return result
         failures = {self.numbers[local]: failure for local, failure in result.failures.items()}
         final = first_failure(failures)[1].exitcode in _FINAL
-        if launcher.stop_requested or launcher.stopped or final:
+        if launcher.stopping or launcher.stopped or final:
             launcher.over = True
             raise ChildFailedError(self.name, failures)
         launcher.over = self.restarts_left == 0

@@ -93,7 +93,9 @@ def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
     except ConnectionError as error:
         address = f"MASTER_ADDR={host}, MASTER_PORT={port}"
         raise UserError(f"{address}: rank {rank} does not reach the store of rank 0 there: {error}; {OF_A_RANK}") from None
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", joined) if of_launcher else joined
+    if not of_launcher or addresses.STORE_OF_START in os.environ:
+        return joined
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", joined)
 
 
 def use_deterministic_algorithms() -> None:

@@ -173,9 +173,8 @@ def choose_reductions(model: Decoder, last: bool) -> None:
 def check_reductions(model: Decoder) -> None:
     """Call after a step's backward passes. Raises UserError if gradients of a unit still wait for those of other replicas."""
     for unit in waiting_units(model) if isinstance(model, FSDPModule) else ():
-        if any(
-            map(torch_private.waits_for_replicas, torch_private.fsdp_groups(unit))
-        ):  # they would be added to those of the next step
+        # they would be added to those of the next step
+        if any(map(torch_private.waits_for_replicas, torch_private.fsdp_groups(unit))):
             raise UserError(f"a step's last microbatch has no gradients for a {_name(unit)}, and an earlier one has. {_EVERY}")
 
 

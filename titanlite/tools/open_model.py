@@ -135,7 +135,7 @@ def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: 
     found = recognize(source, name)
     weights = find_weights(source, found.family, found.family.on_meta())
     config = Config.model_validate({"model": {"name": found.name, "flavor": FROM_ASSETS, "hf_assets_path": str(source)}})
-    tokenizer = load_tokenizer(assets or str(source), "--tokenizer")
+    tokenizer = load_tokenizer(assets or str(source), "--tokenizer")._replace(model_folder=str(source))
     training = training_of(source, weights)
     model = build(found.family, config, device, DTYPES[dtype or training["mixed_precision_param"]], dist.get_world_size())
     load_weights(model_tensors(model), weights)

@@ -100,7 +100,7 @@ def samples(folder: Path) -> tuple[list[list[str]], int]:
     loaded = open_model(folder, torch.device("cpu"))
     asked = [SimpleNamespace(args=("one two", {"until": [], "max_gen_toks": 8, "temperature": 1.0}))] * 6
     of_sizes = [Harness(loaded, LENGTH, batch_size=size).generate_until(asked, disable_tqdm=True) for size in (1, 2, 6)]
-    loaded = loaded._replace(tokenizer=loaded.tokenizer._replace(end_of_text=loaded.tokenizer.vocabulary, other_ends=()))
+    loaded = loaded._replace(tokenizer=loaded.tokenizer._replace(end_of_text=loaded.tokenizer.vocabulary, model_folder="none"))
     end, lengths = Tokenizer.from_file(loaded.tokenizer.source).token_to_id("<|endoftext|>"), []
     with torch.no_grad():
         loaded.model.head.output.weight.zero_()
