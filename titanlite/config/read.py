@@ -246,10 +246,11 @@ def _parse_value(key: str, text: str) -> Any:
             return TypeAdapter(annotation).validate_strings(text)
     if text.lower() in ("true", "false"):  # as for keys whose type is known
         return text.lower() == "true"
-    number = re.sub(r"^([+-]?)\.(?=\d)", r"\g<1>0.", re.sub(r"^([+-]?\d+)\.$", r"\1.0", text))  # TOML has neither .5 nor 5.
+    if re.fullmatch(r"[+-]?(\d+\.|\.\d+)", text):  # which TOML does not have
+        return float(text)
     with contextlib.suppress(ValueError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
-        value = parse_toml(f"value = {number}")["value"]
-        if isinstance(value, bool | int | float | str | list | dict):  # not a date, which would be no value of a configuration
+        value = parse_toml(f"value = {text}")["value"]
+        if isinstance(value, int | float | str | list | dict):  # not a date, which would be no value of a configuration
             return value
     return text
 

@@ -28,6 +28,8 @@ from titanlite.tools.open_model import LoadedModel, family_at, is_hf_folder, ope
 from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, WholeNumber, command_parser, existing_folder, nonempty
 from titanlite.transforms.dtypes import DTYPES
 
+LONG = 24 * 3600  # seconds for what one rank does while the others wait: it may verify a file of hundreds of GB
+
 
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
@@ -35,9 +37,6 @@ def main() -> None:
     source = model_source(options)
     for text in on_ranks(options.tp, _continuations, source, options, timeout_seconds=LONG):
         print(text, end="\n\n" if len(options.prompt) > 1 else "\n")
-
-
-LONG = 24 * 3600  # seconds for what one rank does while the others wait: it may verify a file of hundreds of GB
 
 
 def inference_parser(command: str, doc: str | None) -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
 """A model for EleutherAI's lm-evaluation-harness (the package lm-eval), which defines the tasks and their metrics."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -88,12 +88,15 @@ class Harness(TemplateLM):
         numbered = [(context, request.args[1], n) for n, (context, request) in enumerate(zip(contexts, requests, strict=True))]
         ordered = Collator(numbered, sort_fn=lambda each: -len(each[0]), group_by="gen_kwargs")  # by the generation options
         texts: list[str] = []
+        ends = self._loaded.tokenizer.ends  # once: it reads a file
         for batch in self._batches(ordered, disable_tqdm):
-            texts += self._continue([each[0] for each in batch], batch[0][1], [each[2] for each in batch])
+            texts += self._continue([each[0] for each in batch], batch[0][1], ends, [each[2] for each in batch])
         return ordered.get_original(texts)
 
-    def _continue(self, contexts: Sequence[list[int]], options: dict[str, Any], numbers: Sequence[int]) -> list[str]:
-        """The continuation of each context, up to the first stop sequence."""
+    def _continue(
+        self, contexts: Sequence[list[int]], options: dict[str, Any], ends: Collection[int], numbers: Sequence[int]
+    ) -> list[str]:
+        """The continuation of each context, up to the first stop sequence or one of the ids `ends`."""
         cfg: dict[str, Any] = {**normalize_gen_kwargs(options)}
         stops = handle_stop_sequences(cfg.get("until"), None)
         tokens = cfg["max_gen_toks"]
@@ -105,7 +108,7 @@ class Harness(TemplateLM):
             return any(stop in text for stop in stops)
 
         prompts = [context[-(self._max_length - tokens) :] for context in contexts]
-        new = generate(self._loaded.model, prompts, tokens, self._loaded.tokenizer.ends, sampling, is_done, numbers)
+        new = generate(self._loaded.model, prompts, tokens, ends, sampling, is_done, numbers)
         texts = [self._loaded.tokenizer.decode(ids) for ids in new]
         return [text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))] for text in texts]
 

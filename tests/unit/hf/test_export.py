@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
 from titanlite.registry.description import read_description
 from titanlite.registry.family import described, load_family
+from titanlite.tools import export_hf
 from titanlite.transforms.parameters import is_tied
 from titanlite.verify.facts import logit_faults, shape_faults
 
@@ -123,6 +125,14 @@ def test_the_export_and_its_config_json_have_the_requested_dtype(sources, import
     before, after = tensors_of(sources("tests.tiny", "plain")), tensors_of(tmp_path / "out")
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_a_dtype_that_the_format_does_not_have_is_refused_before_the_checkpoint_is_read(monkeypatch, tmp_path, capsys):
+    words = ["--checkpoint", str(tmp_path), "--output", str(tmp_path / "out"), "--dtype", "float64"]
+    monkeypatch.setattr(sys, "argv", ["titanlite export-hf", *words])
+    with pytest.raises((SystemExit, UserError)) as ended:
+        export_hf.main()
+    assert "float64" in str(ended.value) + capsys.readouterr().err
 
 
 def test_values_beyond_float16_are_refused_by_name(pools, source, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, processors
 from tests.end_to_end.test_eval import TASKS, write_tasks
 from tests.hf_folders import write
 from titanlite.ground.errors import UserError
+from titanlite.tools.eval import _named_tasks
 from titanlite.tools.harness import Harness
 from titanlite.tools.open_model import open_model
 
@@ -95,8 +97,10 @@ def test_a_generation_option_that_titanlite_does_not_have_is_refused():
             Harness(SimpleNamespace(), LENGTH, batch_size=1).generate_until([asked])
 
 
-def samples(folder: Path) -> tuple[list[list[str]], int]:
-    """Six equal requests with each batch size; the length of a text that may end at a special token. In a pool of one rank."""
+def samples(folder: Path, assets: Path) -> tuple[list[list[str]], int, frozenset[int]]:
+    """Six equal requests with each batch size; the length of a text that may end at a special token; the ids that end texts
+    where the tokenizer is that of `assets`. In a pool of one rank.
+    """
     loaded = open_model(folder, torch.device("cpu"))
     asked = [SimpleNamespace(args=("one two", {"until": [], "max_gen_toks": 8, "temperature": 1.0}))] * 6
     of_sizes = [Harness(loaded, LENGTH, batch_size=size).generate_until(asked, disable_tqdm=True) for size in (1, 2, 6)]
@@ -107,16 +111,28 @@ def samples(folder: Path) -> tuple[list[list[str]], int]:
     loaded.model.head.register_forward_hook(lambda *args: lengths.append(1) or args[2].index_fill(-1, torch.tensor([end]), 1.0))
     stopped = SimpleNamespace(args=("one", {"until": ["<|endoftext|>"], "max_gen_toks": 8}))
     Harness(loaded, LENGTH, batch_size=1).generate_until([stopped], disable_tqdm=True)
-    return of_sizes, len(lengths)
+    return of_sizes, len(lengths), open_model(folder, torch.device("cpu"), assets=str(assets)).tokenizer.ends
 
 
 @pytest.mark.slow  # as above: imports
 def test_equal_requests_are_sampled_independently_and_a_special_token_may_end_a_text(pools, tmp_path):
     """Tasks with repeats have equal requests. Their texts had been the same again in each batch."""
     folder = write(tmp_path / "model", "tests.tiny", "plain")
-    [(of_sizes, steps)] = pools[1].run("tests.unit.hf.test_lm_eval:samples", folder=folder)
+    (assets := tmp_path / "tokenizer").mkdir()
+    shutil.copy(folder / "tokenizer.json", assets)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    [(of_sizes, steps, ends)] = pools[1].run("tests.unit.hf.test_lm_eval:samples", folder=folder, assets=assets)
     assert of_sizes[0] == of_sizes[1] == of_sizes[2] and len(set(of_sizes[0])) == 6
-    assert steps == 1
+    assert steps == 1 and 7 in ends
+
+
+@pytest.mark.slow  # as above: imports
+def test_patterns_of_tasks_name_those_that_they_match(tmp_path):
+    write_tasks(tmp_path)
+    options = SimpleNamespace(tasks="writ*,rolling,wr*", include_path=tmp_path / "tasks")
+    assert [name for name in _named_tasks(options) if name in TASKS] == ["written", "rolling"]
+    with pytest.raises(UserError, match='there is no task "zz\\*"'):
+        _named_tasks(SimpleNamespace(tasks="rolling,zz*", include_path=tmp_path / "tasks"))
 
 
 def _flat(value: Any) -> list[float]:
