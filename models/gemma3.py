@@ -333,7 +333,8 @@ def to_hf(config: Config) -> dict[str, Any]:
         "rms_norm_eps": c.norm_eps,
         "query_pre_attn_scalar": c.query_scalar,
         **rope_to_hf(c.rope_theta, c.global_scaling),
-        **({} if older else {"rope_local_base_freq": c.local_rope_theta}),
+        # of the spacing of global layers, readers older than layer_types know the second key only
+        **({} if older else {"rope_local_base_freq": c.local_rope_theta, "sliding_window_pattern": c.global_every}),
         "tie_word_embeddings": c.tied_embeddings,
         "attn_logit_softcapping": c.attention_softcap,
         "final_logit_softcapping": c.logits_softcap,

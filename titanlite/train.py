@@ -190,6 +190,8 @@ def train(
             progress = progress.with_losses(steps, config.metrics.log_freq)
             for keep in kept:  # files that may have been removed
                 keep()
+            if step > first + 1:
+                recompilations.check(step)
         measured: dict[str, float | None] = {}
         if validation and validating:
             with contextlib.nullcontext() if validated else longer_than_a_step():  # the first time compiles
@@ -201,8 +203,6 @@ def train(
             validated = True
         if step <= first + 1 or validating:  # graphs of the first step, of warm state, of a pass without gradients
             recompilations.settle()
-        elif reporting:
-            recompilations.check(step)
         if reporting:
             values = {"loss_mean": progress.loss_mean, "loss": steps[-1].loss, "grad_norm": steps[-1].norm}
             values |= {"further_loss": steps[-1].further} if training.predict_further else {}

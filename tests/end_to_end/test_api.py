@@ -15,6 +15,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
+import models.llama3
 import titanlite
 from models.attention import SeqInfo
 from tests.end_to_end.launcher import MARK, ROOT, processes
@@ -24,6 +25,7 @@ from titanlite.config.read import read_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.inference.generate import Sampling
 from titanlite.registry import family
+from titanlite.registry import source as model_source
 
 NOTEBOOK = ROOT / "docs" / "tutorials" / "notebook.ipynb"
 TABLES = {
@@ -75,6 +77,10 @@ def test_a_run_from_tables_resumes_on_other_ranks_with_a_file_and_its_results_ar
     with pytest.raises(ValueError, match=r"if you trust it, .* in Python name='llama3'"):
         run.model()
     assert torch.equal(run.model(name="llama3").embed.weight, model.embed.weight)
+    edited = {name: each | {"hash": ""} for name, each in model_source.source_of(models.llama3).items()}
+    monkeypatch.setattr(model_source, "source_of", lambda module: edited)
+    with pytest.raises(ValueError, match=r"attention\.py: was edited after .* restart"):
+        run.generate("Line 7", name="llama3")
 
 
 def test_a_fault_is_an_exception_that_names_the_key_and_nothing_is_started(folder):

@@ -96,7 +96,10 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
     assert ended.code == 0, ended.err
     assert "|choice" in ended.out and "|written" in ended.out
     assert re.search(r"\|\s*Tasks\s*\|\s*Version\s*\|", ended.out), ended.out
-    found = json.loads((tmp_path / "found.json").read_text())["samples"]
+    output = json.loads((tmp_path / "found.json").read_text())
+    found, options = output["samples"], output["titanlite"]
+    assert (options["source"], options["max_length"]) == ("out/checkpoint/step-00000010", 32)
+    assert output["n-samples"]["choice"] == {"original": 4, "effective": 4}
     answers, texts, written = expected(tmp_path / EXPORT)
     for sample, wanted in zip(found["choice"], answers, strict=True):
         assert [value for value, _ in sample["filtered_resps"]] == pytest.approx(wanted, abs=1e-3)

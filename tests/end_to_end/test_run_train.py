@@ -207,6 +207,16 @@ def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_no_library_out
     assert "warning" not in ended.err.lower() and "recompiled" not in ended.err
 
 
+def test_recompilations_since_the_last_report_are_counted_where_a_report_validates_too(tmp_path):
+    always = {"metrics": {"log_freq": 3}, "validation": {"enable": True, "freq": 3, "steps": 1, "dataset": "data.txt"}}
+    compiled = {"compile": {"enable": True, "backend": "eager"}, "training": {"steps": 6}}
+    prepare(tmp_path, "tests.forks.recompiling", "large", **always, **compiled)
+    ended = train("run.toml", folder=tmp_path)
+    assert ended.code == 0, ended.err
+    counts = {line["step"]: line["recompilations"] for line in reports(tmp_path / "out")}
+    assert counts == {1: 0, 3: 1, 6: 4}  # step 2 is of the warm-up
+
+
 # --------------------------------------------------------------------------------------------------- how a run is ended
 
 

@@ -97,6 +97,13 @@ def test_a_file_of_its_own_comes_before_the_settings_and_default_among_several(t
     assert said(load_template(str(tmp_path)), CHATS["one turn"]) == [" It is 4.</s>"]
 
 
+def test_a_template_ends_turns_with_the_end_of_texts_where_the_settings_name_none(tmp_path):
+    turn = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}"
+    template = "{% for m in messages %}" + turn + "{% endfor %}"
+    chat = load_template(write(tmp_path, template, byte_level(), eos_token=None, bos_token=None))
+    assert said(chat, CHATS["one turn"]) == ["It is 4.</s>"]
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [("a\n{% for x in %}", "line 2"), ([{"name": "rag", "template": "x"}], "none of its templates is called")],

@@ -121,7 +121,7 @@ def test_the_local_ranks_are_all_ranks_unless_more_are_given(monkeypatch):
         tool.main()
 
 
-def test_an_estimate_does_not_ask_for_the_gpus_of_this_machine(monkeypatch):
+def test_an_estimate_does_not_ask_for_the_gpus_and_data_of_this_machine(monkeypatch):
     """It runs on fake tensors. An older GPU here had refused what a machine without one predicted."""
 
     def reached(config: Config, ranks: int, routing: str) -> None:
@@ -131,6 +131,7 @@ def test_an_estimate_does_not_ask_for_the_gpus_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(estimate, "predict", reached)
-    monkeypatch.setattr("sys.argv", ["estimate", f"{FOLDER}/llama_8b_float8.toml", "--ranks", "8"])
+    words = ["estimate", f"{FOLDER}/llama_8b_float8.toml", "--ranks", "8", "--training.dataset_path", "/data/elsewhere"]
+    monkeypatch.setattr("sys.argv", words)
     with pytest.raises(InterruptedError):
         estimate.main()

@@ -257,6 +257,7 @@ def test_experts_are_split_only_where_they_are_divisible():
         ("llama_70b_lora", [], "is frozen, by lora.enable"),
         ("llama_8b", ["--optimizer.groups", '[{pattern = "layers.*", frozen = true}]'], "is frozen, .* optimizer.groups"),
         ("llama_8b", ["--parallelism.reduce_every_microbatch", "false"], "parallelism.reduce_every_microbatch"),
+        ("llama_8b", ["--model.overrides.n_kv_heads", "5"], "n_kv_heads = 5.*: a forward pass fails"),
         ("llama_8b", ["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option"),
     ],
 )

@@ -16,7 +16,7 @@ from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, check_changes, numbers_of
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.registry.family import Family
-from titanlite.registry.source import changed_modules, hash_of, source_of
+from titanlite.registry.source import changed_modules, edited_file, hash_of, source_of
 
 TEXT = '''
 """What this is."""
@@ -114,8 +114,11 @@ def test_the_code_of_a_model_is_everything_that_it_imports_except_libraries(own)
 def test_a_file_that_is_edited_while_a_run_trains_does_not_change_what_the_run_writes(own, tmp_path):
     module = own()
     before = source_of(module)
+    (tmp_path / "own/model.py").write_text(FILES["own/model.py"] + "# a comment\n")
+    assert edited_file(module) is None
     (tmp_path / "own/layers.py").write_text("SCALE = 2.0\n")
     assert source_of(module) is before
+    assert edited_file(module) == str(tmp_path / "own/layers.py")
     assert changed_modules(before, source_of(own())) == ["own.layers"]
 
 

@@ -13,6 +13,7 @@ from titanlite.plan.search import keys_of
 from titanlite.plan.shape import Shape
 from titanlite.plan.time import Choice, Job, Stages, device_named, one_stage
 from titanlite.registry.family import family_of
+from titanlite.registry.own import calling
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 
@@ -66,8 +67,10 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         blocks = [len(names) for names in split_layers(changed, family, model)]
         return Stages.of(blocks, stage_costs(changed, family, model), degree)
 
+    with calling(f"{config.model.title}: a forward pass fails"):  # of dimensions that do not fit together, or a fork's
+        shape = Shape.of(family, model, training.seq_len)
     return Job(
-        Shape.of(family, model, training.seq_len),
+        shape,
         known,
         node,
         training.seq_len,

@@ -42,6 +42,15 @@ def source_of(module: ModuleType) -> ModelSource:
     return dict(sorted(found.items()))
 
 
+def edited_file(module: ModuleType) -> str | None:
+    """A file of a family that was edited after `source_of` had read it: this process goes on with its earlier code."""
+    for name, kept in source_of(module).items():
+        file = Path(sys.modules[name].__file__ or "") if name in sys.modules else None
+        if file and (not file.is_file() or hash_of(importlib.util.decode_source(file.read_bytes())) != kept["hash"]):
+            return str(file)
+    return None
+
+
 def hash_of(text: str) -> str:
     """A hash of a module's syntax tree, without docstrings; of its text, if this version of Python cannot parse it."""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):

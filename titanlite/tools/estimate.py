@@ -33,7 +33,7 @@ def main() -> None:
     options, path, config = read_command(parser)
     if options.routing and config.parallelism.expert_parallel_degree == 1:
         raise UserError(f"--routing {options.routing}: has no effect unless parallelism.expert_parallel_degree > 1")
-    check(config, path, options.ranks, elsewhere=True)  # this machine's GPUs do not matter
+    check(config, path, options.ranks, open_files=False, elsewhere=True)  # for another machine, with its GPUs and data
     routing: Routing = options.routing or "balanced"
     prediction = predict(config, options.ranks, routing=routing)
     if options.timeline:

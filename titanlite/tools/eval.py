@@ -1,6 +1,6 @@
 """titanlite eval DIR --tasks hellaswag,arc_easy [--include-path DIR] [--num-fewshot N] [--limit N] [--batch-size 8]
                [--max-length N] [--output FILE.json] [--tp 1] [--dtype bfloat16] [--tokenizer DIR] [--model NAME]
-               [--weights ema]
+               [--weights ema] [--confirm-run-unsafe-code]
 
 Evaluates the newest checkpoint of a run, one checkpoint, or a model in Hugging Face's format on tasks of EleutherAI's
 lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of results, and writes all results to --output. DIR, or
@@ -8,6 +8,7 @@ lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of resul
 limits the tokens that the model reads at once (default: the sequence length of training, or max_position_embeddings of
 config.json). --model names the module of the model, if it is not a family of models/, or if config.json does not decide it.
 --weights ema uses the moving average of the weights (optimizer.ema_decay). A damaged checkpoint is refused.
+--confirm-run-unsafe-code allows tasks that run what the model writes, such as humaneval; the harness refuses them without it.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main() -> None:
     options.tasks = _named_tasks(options)
     table, results = on_ranks(options.tp, _evaluate, source, options, timeout_seconds=LONG)
     if options.output:
-        replace_file(options.output, json.dumps(results, indent=1, default=repr) + "\n")
+        replace_file(options.output, json.dumps(results, indent=1, default=str) + "\n")
     print(f"{source}\n{table}")
 
 
@@ -46,6 +47,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=WholeNumber(1, 2**16), default=8)
     parser.add_argument("--max-length", type=TOKENS)
     parser.add_argument("--output", type=new_file)
+    parser.add_argument("--confirm-run-unsafe-code", action="store_true")
     return parser.parse_args()
 
 
@@ -65,6 +67,8 @@ def _named_tasks(options: argparse.Namespace) -> list[str]:
 def _tasks(include: Path | None) -> Any:
     try:
         from lm_eval.tasks import TaskManager  # an optional package, and its import takes seconds
+
+        import titanlite.tools.harness  # noqa: F401  # whose parts an older lm-eval lacks
     except ImportError as error:
         raise UserError(f"titanlite eval needs lm-eval: pip install 'titanlite[eval]' ({error})") from None
     return TaskManager(include_path=str(include) if include else None)
@@ -78,7 +82,8 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
     from titanlite.tools.harness import Harness
 
     opened = open_as(options, source, device)
-    model = Harness(opened, options.max_length or opened.seq_len, options.batch_size)
+    options.max_length = options.max_length or opened.seq_len
+    model = Harness(opened, options.max_length, options.batch_size)
     quiet = contextlib.redirect_stderr(open(os.devnull, "w")) if torch.distributed.get_rank() else contextlib.nullcontext()
     with quiet:
         results = simple_evaluate(
@@ -87,7 +92,9 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
             num_fewshot=options.num_fewshot,
             limit=options.limit,
             task_manager=_tasks(options.include_path),
+            confirm_run_unsafe_code=options.confirm_run_unsafe_code,
         )
     if results is None:
         return None
-    return make_table(results), {key: results[key] for key in ("results", "configs", "versions", "n-shot", "samples")}
+    kept = {key: results[key] for key in ("results", "configs", "versions", "n-shot", "n-samples", "samples")}
+    return make_table(results), {"titanlite": {"source": source, **vars(options)}, **kept}

@@ -264,13 +264,14 @@ def load_template(folder: str) -> ChatTemplate | None:
     """The chat template of a tokenizer's folder, None where it has none.
 
     It is chat_template.jinja, or else "chat_template" in tokenizer_config.json: a string, or named strings, of which "default"
-    is used. The special tokens in tokenizer_config.json are variables of the template. Raises UserError for a broken file.
+    is used. The special tokens in tokenizer_config.json are variables of the template; where it names no `eos_token` or
+    `bos_token`, those of texts are. Raises UserError for a broken file.
     """
     template: Any  # of any type, since the file is not trusted
     settings, path = read_settings(Path(folder)), Path(folder) / "chat_template.jinja"
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
-    tokenizer = load_tokenizer(folder).tokenizer
+    loaded = load_tokenizer(folder)
     try:
         try:
             template = read_text(path, _LIMIT)
@@ -282,7 +283,10 @@ def load_template(folder: str) -> ChatTemplate | None:
             return None
         if not isinstance(template, str):
             raise ValueError('none of its templates is called "default"')
-        return ChatTemplate(template, variables, tokenizer)
+        for name, ids in (("eos_token", (loaded.end_of_text,)), ("bos_token", loaded.bos)):
+            if name in template and ids:  # Jinja prints nothing for a name that is not defined
+                variables.setdefault(name, loaded.tokenizer.id_to_token(ids[0]))
+        return ChatTemplate(template, variables, loaded.tokenizer)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None
     except UserError:
