@@ -285,7 +285,7 @@ def load_template(folder: str) -> ChatTemplate | None:
             raise ValueError('none of its templates is called "default"')
         for name, ids in (("eos_token", (loaded.end_of_text,)), ("bos_token", loaded.bos)):
             if name in template and ids:  # Jinja prints nothing for a name that is not defined
-                variables.setdefault(name, loaded.tokenizer.id_to_token(ids[0]))
+                variables.setdefault(name, loaded.tokenizer.id_to_token(ids[0]) or "")
         return ChatTemplate(template, variables, loaded.tokenizer)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None
