@@ -132,7 +132,7 @@ class Hooks(Protocol):
 
     def before_step(self, step: int, model: "nn.Module", optimizer: "optim.Optimizer") -> None:
         """Before the forward pass of each step, also one that is repeated: to train a parameter from some step on, freeze it
-        here until then. step: counted from 1."""
+        here until then. step: counted from 1. The learning rates of the optimizer's groups are set afterwards."""
         ...
 
     def after_step(self, step: int, model: "nn.Module", optimizer: "optim.Optimizer") -> None:
