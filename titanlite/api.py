@@ -61,6 +61,8 @@ def run(config: str | Path | Mapping[str, Any], *, ranks: int | None = None, **s
         command = [str(_SCRIPT)] if _SCRIPT.is_file() else [sys.executable, "-m", "titanlite", "launch"]
         number = os.environ.get("NGPU") or max(1, torch.cuda.device_count()) if ranks is None else ranks
         own = {"NGPU": str(number), "PYTHON": sys.executable, "TITANLITE_STARTER": str(os.getpid())}
+        if isinstance(config, Mapping):
+            own["TITANLITE_TABLES"] = "1"  # the file does not outlive the run
         _follow([*command, str(file), *options], os.environ | own)
     return Run(resolved.job.dump_folder)
 

@@ -121,7 +121,7 @@ def train(
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
-        record |= {"own_source": source_of_parts(config), "loading": loading}
+        record |= {"own_source": source_of_parts(config), "loading": loading, "data_degree": data_degree(mesh)}
         record |= {"compared": compared(config, global_batch, schedule.total_steps), "teacher": digest_of_teacher(config)}
         kept += [file.keep for file in record_start(given, record)]
 

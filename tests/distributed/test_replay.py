@@ -1,6 +1,7 @@
 """Replayed steps: bit for bit on the same mesh, within rounding on one process, and by the right route after rollbacks."""
 
 import contextlib
+import json
 import logging
 import math
 import re
@@ -20,7 +21,7 @@ from tests.distributed.test_resume import stored
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.whole import Stored
 from titanlite.ground.errors import UserError
-from titanlite.ground.run_files import INCIDENTS, read_entries
+from titanlite.ground.run_files import INCIDENTS, PROVENANCE, read_entries
 from titanlite.hf.export import Exported
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools.open_model import open_model
@@ -198,7 +199,7 @@ def test_a_step_is_replayed_with_its_own_rate_and_not_that_of_a_later_start(pool
 def test_steps_are_replayed_only_with_the_values_with_which_the_starts_computed_them(starts, before, step, refused):
     written = [{"resumed_step": begun, "compared": {"optimizer.lr": rate}} for begun, rate in starts]
     with pytest.raises(UserError, match=r"optimizer\.lr = 2, was 1") if refused else contextlib.nullcontext():
-        check_between(before, step, written, {"optimizer.lr": 2}, {})
+        check_between(before, step, written, {"optimizer.lr": 2}, {}, {})
 
 
 INITIAL, EXCLUDE = "checkpoint.initial_load_path", "checkpoint.exclude_from_loading"
@@ -225,14 +226,14 @@ NONE, MOMENTS = {EXCLUDE: []}, {EXCLUDE: ["optimizer.*"]}
 def test_steps_are_not_replayed_past_a_start_that_loaded_otherwise(starts, before, step, now, refused):
     written = [{"resumed_step": begun, "compared": {}, "loading": loading} for begun, loading in starts]
     with pytest.raises(UserError, match=re.escape(refused)) if refused else contextlib.nullcontext():
-        check_between(before, step, written, now, {})
+        check_between(before, step, written, now, {}, {})
 
 
 def test_steps_with_another_teacher_are_not_replayed():
     starts = [{"compared": {}, "teacher": "1"}, {"resumed_step": 8, "compared": {}, "teacher": "2"}]
     with pytest.raises(UserError, match="teacher = '2', was '1'"):
-        check_between(0, 9, starts, {"teacher": "2"}, {})
-    check_between(8, 9, starts, {"teacher": "2"}, {})
+        check_between(0, 9, starts, {"teacher": "2"}, {}, {})
+    check_between(8, 9, starts, {"teacher": "2"}, {}, {})
 
 
 def test_what_a_resume_excluded_and_what_the_first_start_began_from_are_compared(pools, finished, tmp_path):
@@ -254,13 +255,13 @@ def test_what_a_resume_excluded_and_what_the_first_start_began_from_are_compared
 
 def test_starts_of_an_earlier_version_which_recorded_no_values_are_not_compared():
     now, source = {"optimizer.lr": 2}, {"own": {"hash": "", "text": ""}}
-    check_between(0, 5, [{"time": "", "command": [], "global_batch": 8}], now, source)
+    check_between(0, 5, [{"time": "", "command": [], "global_batch": 8}], now, source, {})
 
 
 def test_a_step_is_not_replayed_where_other_code_computed_steps_before_it():
     then, now = ({"own": {"hash": text, "text": text}} for text in ("1", "2"))
     with pytest.raises(UserError, match="the code of own"):
-        check_between(0, 9, [{"compared": {}, "own_source": then}, {"resumed_step": 8, "compared": {}}], {}, now)
+        check_between(0, 9, [{"compared": {}, "own_source": then}, {"resumed_step": 8, "compared": {}}], {}, now, {})
 
 
 def test_after_load_step_the_steps_since_then_are_replayed(pools, finished, tmp_path):
@@ -359,3 +360,36 @@ def test_a_step_after_a_mixture_change_is_not_replayed_from_before_it(pools, fin
     rewrite(tmp_path, 12, timeline=[*timeline, timeline[0] | {"first_step": 11, "first_sample": 80, "began": 80}])
     with pytest.raises(WorkerFailure, match=r"--step 12: sources, weights or the global batch changed after step 10, and"):
         replays(pools, {}, tmp_path, {}, 12)
+
+
+@pytest.mark.parametrize(
+    ("then", "fault"),
+    [
+        ({"learnable": "edited"}, "data = 'tests: .*fingerprint learnable,.*', was 'tests: .*fingerprint edited,"),
+        ({"no tokenizer": "older"}, "data = 'tokenizer no tokenizer', was 'tokenizer older'"),
+    ],
+)
+def test_a_step_is_not_replayed_with_data_that_changed_since(pools, finished, tmp_path, then, fault):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    ((old, new),) = then.items()
+    for number in (5, 10):
+        shutil.rmtree(tmp_path / f"checkpoint/step-{number:08d}")
+    found = manifest.read(tmp_path / "checkpoint/step-00000012").numbers
+    rewrite(tmp_path, 12, **{key: json.loads(json.dumps(found[key]).replace(old, new)) for key in ("data", "timeline")})
+    for saved in (True, False):  # without a later checkpoint, the start says which data the run had
+        if not saved:
+            shutil.rmtree(tmp_path / "checkpoint/step-00000012")
+            (start,) = json.loads((tmp_path / PROVENANCE).read_text())
+            start["data"] = json.loads(json.dumps(start["data"]).replace(old, new))
+            (tmp_path / PROVENANCE).write_text(json.dumps([start]))
+        with pytest.raises(WorkerFailure, match=rf"--step 7: the data has changed since the run did this step:\n +{fault}"):
+            replays(pools, {}, tmp_path, {}, 7)
+
+
+def test_steps_are_not_replayed_with_the_data_of_a_later_start():
+    sources = [{"name": "text", "documents": 1, "tokens": 9, "fingerprint": name, "share": 1.0} for name in "ab"]
+    first, later = ({"tokenizer": "", "beginning": "", "sources": [source]} for source in sources)
+    starts = [{"compared": {}, "data": first}, {"resumed_step": 8, "compared": {}, "data": later}]
+    with pytest.raises(UserError, match=r"(?s)a checkpoint between is gone.*fingerprint b,.*was .*fingerprint a,"):
+        check_between(0, 9, starts, {}, {}, later)
+    check_between(8, 9, starts, {}, {}, later)

@@ -52,6 +52,8 @@ def test_a_run_from_tables_resumes_on_other_ranks_with_a_file_and_its_results_ar
     assert run.folder == Path("out") and "step 3/3" in capfd.readouterr().out
     (folder / "run.toml").write_text('job.dump_folder = "out"\ncheckpoint.enable = true\n')
     run = titanlite.run("run.toml", ranks=2, **{**TABLES, "training": TABLES["training"] | {"steps": 5}})
+    commands = [start["command"][1] for start in json.loads((folder / "out" / "provenance.json").read_text())]
+    assert commands == ["out/config.toml", "run.toml"]  # the file of the tables is gone
     (source,) = run.config().training.sources
     assert (source.path, source.weight, run.config().model.overrides) == ("data.txt", 2.0, TABLES["model"]["overrides"])
     assert run.metrics()["step"] == [1, 2, 3, 4, 5]

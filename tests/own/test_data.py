@@ -303,12 +303,15 @@ def test_a_stream_is_replayed_from_its_beginning_on_as_many_data_ranks_or_with_r
         part, folder = f"tests.own.data_parts:{name}", tmp_path / name
         run(pools, two, folder, 4, part)
         keys, expected = {"folder": folder, "step": 3, "part": part}, reports(folder)[2]["loss"]
-        assert pools[2].run(f"{RUNS}:replayed", degrees=two, **keys)[0] == expected
-        if name == "Walks":
-            assert pools[1].run(f"{RUNS}:replayed", degrees={}, **keys)[0] == pytest.approx(expected, rel=1e-5)
-        else:
-            with pytest.raises(WorkerFailure, match=r"has the states of 2 data ranks, and this run has 1: .*--ranks.*reshard"):
-                pools[1].run(f"{RUNS}:replayed", degrees={}, **keys)
+        for saved in (True, False):  # a run that stops before its first save has no states
+            if not saved:
+                shutil.rmtree(folder / "checkpoint")
+            assert pools[2].run(f"{RUNS}:replayed", degrees=two, **keys)[0] == expected
+            if name == "Walks":
+                assert pools[1].run(f"{RUNS}:replayed", degrees={}, **keys)[0] == pytest.approx(expected, rel=1e-5)
+            else:
+                with pytest.raises(WorkerFailure, match=r"the run had 2 data ranks, and the replay has 1: .*--ranks.*reshard"):
+                    pools[1].run(f"{RUNS}:replayed", degrees={}, **keys)
 
 
 def test_a_stream_whose_states_are_gone_since_other_data_came_is_refused(pools, tmp_path):

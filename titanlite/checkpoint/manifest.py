@@ -19,6 +19,7 @@ from pydantic import Field
 from titanlite.ground import untrusted
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import publish, replace_file
+from titanlite.ground.run_files import DataSchema, SourceSchema
 from titanlite.ground.untrusted import MIB, Count, FileName, Positive, Unread
 
 FILE = "manifest.json"
@@ -28,16 +29,8 @@ _CHUNK = 2**22
 _LIMIT = 256 * MIB  # 1 MiB on 10,000 ranks; 80 MiB with an own stream's state of 32, since each number has a line
 
 
-class _Source(untrusted.FileSchema):
-    name: str
-    documents: Count
-    tokens: Count
-    fingerprint: str
-    share: Annotated[float, Field(gt=0.0, le=1.0)]
-
-
 class _Data(untrusted.FileSchema):
-    sources: list[_Source] = Field(default=[])  # imported weights have none
+    sources: list[SourceSchema] = Field(default=[])  # imported weights have none
 
 
 class _Module(untrusted.FileSchema):
@@ -68,12 +61,6 @@ class _ManifestSchema(untrusted.FileSchema):
     files: dict[FileName, FileDigest]
 
 
-class _RunData(untrusted.FileSchema):
-    tokenizer: str
-    beginning: str
-    sources: list[_Source]
-
-
 class _Schedule(untrusted.FileSchema):
     total_steps: Positive  # all else is in the configuration
 
@@ -92,7 +79,7 @@ class _Run(untrusted.FileSchema):
 
     samples: Count
     global_batch: Positive
-    data: _RunData
+    data: DataSchema
     schedule: _Schedule
     config: _Sections
     model_source: dict[str, _Module]

@@ -1,7 +1,7 @@
 """A stream of the user's own: one for each data rank, whose rows follow each other and whose state is in every checkpoint."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,13 +84,19 @@ def states_for(source: OwnSource, states: list[Any], degree: int) -> list[Any]:
     """The states of a stream for this many data ranks. Raises UserError where it cannot divide those that there are."""
     if len(states) == degree:
         return states
-    reshard = getattr(function_of(source.key, source.cfg.path, classes=True), "reshard", None)
     saved = f"the checkpoint has the states of {len(states)} data ranks, and this run has {degree}"
-    if reshard is None:
-        remedy = "use as many (replay: --ranks), or give the stream a static method reshard(states, degree) -> list"
-        raise source.fault(f"{saved}: {remedy}")
+    reshard = reshard_of(source, saved)
     with source.failing(f"{saved}: reshard fails"):
         states = list(reshard(states, degree))
     if len(states) != degree:
         raise source.fault(f"{saved}: reshard returns {len(states)} states")
     return states
+
+
+def reshard_of(source: OwnSource, difference: str) -> Callable[[list[Any], int], Any]:
+    """A stream's `reshard`. difference: of two numbers of data ranks. Raises UserError for a stream without one."""
+    reshard = getattr(function_of(source.key, source.cfg.path, classes=True), "reshard", None)
+    if reshard is None:
+        remedy = "use as many (replay: --ranks), or give the stream a static method reshard(states, degree) -> list"
+        raise source.fault(f"{difference}: {remedy}")
+    return reshard

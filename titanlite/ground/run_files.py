@@ -59,14 +59,20 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path, Annotated[_Entry | _RollbackEntry, Field(discriminator="kind")])
 
 
-class _Source(FileSchema):
+class SourceSchema(FileSchema):
     name: str
+    documents: Count
+    tokens: Count
     fingerprint: str
-    share: float
+    share: Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class _Data(FileSchema):
-    sources: list[_Source]
+class DataSchema(FileSchema):
+    """The data of a run, in provenance.json and in the manifests of its checkpoints."""
+
+    tokenizer: str
+    beginning: str
+    sources: list[SourceSchema]
 
 
 class _Start(FileSchema):
@@ -77,7 +83,8 @@ class _Start(FileSchema):
     global_batch: Positive | None = None
     resumed_step: Count = 0
     values: dict[str, Any] = Field(default={})
-    data: _Data | None = None
+    data: DataSchema | None = None
+    data_degree: Positive | None = None  # earlier versions have none
     compared: dict[str, Any] = Field(default={})  # with a replay; earlier versions have none
     teacher: str = ""
     loading: dict[str, Any] = Field(default={})  # with a replay too; earlier versions have none

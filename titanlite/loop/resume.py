@@ -347,7 +347,7 @@ def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     before |= {"training.global_batch_size": numbers["global_batch"], "lr_scheduler.total_steps": planned}
     now = compared(run.config, run.global_batch, run.config.lr_scheduler.total_steps or planned)
     yield from (Change(key, before[key], value) for key, value in now.items() if key in before and before[key] != value)
-    yield from _data_changes(numbers["data"], run.data.describe())
+    yield from data_changes(numbers["data"], run.data.describe())
     then = numbers["model_source"] | numbers.get("own_source", {})
     here = source_of(run.family.module) | source_of_parts(run.config)
     parts = _flat(run.config.model_dump())
@@ -390,7 +390,7 @@ def _source_changes(before: ModelSource, now: ModelSource) -> Iterator[Change]:
     yield Change(_SOURCE, then, here, diff(before, now))
 
 
-def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
+def data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
     """Differences between two descriptions of data (`Data.describe`), names of sources and paths of files apart."""
     if before["tokenizer"] != now["tokenizer"]:
         yield Change(_DATA, f"tokenizer {before['tokenizer']}", f"tokenizer {now['tokenizer']}")

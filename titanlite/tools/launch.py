@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titanlite.config.read import read_words
 from titanlite.config.schema import Config
+from titanlite.ground.run_files import CONFIG
 from titanlite.launch import children, stop
 from titanlite.launch.layout import read_layout
 from titanlite.tools.check import check_here
@@ -22,6 +23,8 @@ def main() -> None:
     words = sys.argv[1:]
     layout, starter = read_layout(), int(os.environ.pop("TITANLITE_STARTER", "0"))  # the latter of api.py
     path, config = read_words(words, "titanlite launch CONFIG.toml [--section.key value ...]")
+    if os.environ.pop("TITANLITE_TABLES", ""):  # of api.py too, whose file is temporary
+        words[0] = str(Path(config.job.dump_folder) / CONFIG)
 
     import torch.distributed.tensor  # noqa: F401 - not before: the faults above need no torch, and the forks below share it
 

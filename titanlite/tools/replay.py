@@ -31,7 +31,7 @@ from titanlite.config.read import stored_config
 from titanlite.config.schema import Config, Parallelism
 from titanlite.data.batches import Batches, steps_of
 from titanlite.data.mixture import Data, open_data
-from titanlite.data.stream import states_for
+from titanlite.data.stream import reshard_of
 from titanlite.data.timeline import Rollback, attempts_at, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_entries, read_reports, read_starts
@@ -51,6 +51,7 @@ from titanlite.loop.resume import (
     Progress,
     RunIdentity,
     compared,
+    data_changes,
     load_run,
     loading_of,
     of_other_stages,
@@ -172,6 +173,15 @@ def check_source(step: int, run: Path, numbers: dict[str, Any], now: ModelSource
         raise UserError(f"{title}\n{diff(before, now)}\n{remedy}")
 
 
+def check_data(step: int, run: Path, numbers: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError if the run did a step with other text or another tokenizer. numbers: as for `check_source`. now: as
+    `Data.describe`."""
+    before = (numbers or latest_start(run)).get("data")
+    if before and (different := [str(change) for change in data_changes(before, now)]):
+        title = f"--step {step}: the data has changed since the run did this step:"
+        raise UserError(listed(title, different, "Restore that data: the repeated step would read other samples"))
+
+
 def replay_config(config: Config, global_batch: int, ranks: int | None) -> Config:
     """The configuration on the mesh of the run with this many ranks, or on one process; the global batch stays the same.
 
@@ -233,19 +243,22 @@ def replay(
     later = saved_after(step, folder / config.checkpoint.folder)
     source = source_of(family_of(config.model).module) | source_of_parts(config)
     check_source(step, folder, later, source)
+    check_data(step, folder, later, data.describe())
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
     now = compared(config, config.training.global_batch_size, schedule.total_steps)
     now |= {TEACHER: digest_of_teacher(config), **loading_of(config.checkpoint, own=False)}
     starts = read_starts(folder)
-    check_between(progress.step, step, starts, now, source)
+    check_between(progress.step, step, starts, now, source, data.describe())
     timeline = progress.timeline.after(progress.step, route.rollbacks)
     here, there = (each.at(step)[0] for each in (timeline, stored(later, "the next checkpoint") if later else timeline))
     if (here.global_batch, here.mixture, here.began) != (there.global_batch, there.mixture, there.began):
         changed = f"sources, weights or the global batch changed after step {progress.step}, and the checkpoint there is gone"
         raise UserError(f"--step {step}: {changed} or damaged; from an earlier one, other samples would be read")
-    begins = not (progress.stream and progress.stream.states)  # a stream, from which other ranks would read other rows
-    if data.stream and begins and later.get("stream"):
-        states_for(data.stream, later["stream"], data_degree(mesh))
+    if data.stream and not (progress.stream and progress.stream.states):  # it begins, and other ranks would read other rows
+        degree = data_degree(mesh)
+        for number, _ in _computing(progress.step, step, starts):
+            if (then := starts[number].get("data_degree")) not in (None, degree):
+                reshard_of(data.stream, f"the run had {then} data ranks, and the replay has {degree}")
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
         raise UserError(f"--step {step}: this run started after step {progress.step}, as a branch of {given}")
@@ -278,16 +291,19 @@ def _computing(before: int, step: int, starts: list[dict[str, Any]]) -> Iterator
             yield number, last
 
 
-def check_between(before: int, step: int, starts: list[dict[str, Any]], now: dict[str, Any], source: ModelSource) -> None:
-    """Raises UserError where a start of the run computed steps after `before`, up to `step`, with other values or other code,
+def check_between(
+    before: int, step: int, starts: list[dict[str, Any]], now: dict[str, Any], source: ModelSource, data: dict[str, Any]
+) -> None:
+    """Raises UserError where a start of the run computed steps after `before`, up to `step`, with other values, code or data,
     or loaded other tensors: a checkpoint between is gone. starts: of provenance.json. now: as `compared`, with the digest of
-    the teacher and the keys of `loading_of`."""
+    the teacher and the keys of `loading_of`. data: as `Data.describe`."""
     for number, last in _computing(before, step, starts):
         start = starts[number]
         then, code = start.get("compared", {}), _code_of(start)  # an earlier version wrote no values
         then = then | {TEACHER: start[TEACHER]} if TEACHER in start else then
         different = [f"{key} = {value!r}, was {then[key]!r}" for key, value in now.items() if then.get(key, value) != value]
         different += [f"the code of {name}" for name in changed_modules(code, source) if code]
+        different += [str(change) for change in data_changes(start["data"], data)] if start.get("data") else []
         different += _loaded_otherwise(starts[: number + 1], before, now)
         if different:
             title = f"--step {step}: the steps up to {last} were computed with other values, and a checkpoint between is gone:"
