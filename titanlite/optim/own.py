@@ -5,7 +5,7 @@ a copy of each parameter, so that the run's own state is not one step ahead.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequence
 from typing import Any
 
 import torch
@@ -65,6 +65,17 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for p in group["params"]:
             if not optimizer.state.get(p):
                 optimizer.state[p] = _state_of(optimizer.titanlite_build, group, p)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def make_again(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
+    """Makes this state of an own optimizer again, from the weights that were loaded since. names: in checkpoints."""
+    for group in optimizer.param_groups if hasattr(optimizer, "titanlite_build") else []:
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            if keys := [key for key in optimizer.state[p] if f"optimizer.{name}.{key}" in names]:
+                made = _state_of(optimizer.titanlite_build, group, p)  # type: ignore[attr-defined]
+                for key in keys:
+                    optimizer.state[p][key].copy_(made[key])
 
 
 def sharded(value: Tensor, parameter: Tensor) -> Tensor:
