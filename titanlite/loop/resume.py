@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.tensors import AVERAGES, model_tensors
+from titanlite.checkpoint.tensors import AVERAGES, WEIGHTS, model_tensors
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.operation import Checkpoint
 from titanlite.config.read import SECTIONS, suggest
@@ -37,6 +37,7 @@ from titanlite.launch.process import of_all_ranks
 from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
 from titanlite.optim import ema
+from titanlite.optim.adam_bf16 import REMAINDER
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule, phase_faults
 from titanlite.optim.own import make_again
@@ -246,6 +247,9 @@ def load_run(
     load.load_tensors(source, found, tensors, exclude, elsewhere=elsewhere)
     kept = {name for name in tensors if _matches(name, exclude)}
     ema.begin_again(tensors, kept)
+    for name in (name for name in tensors if name.startswith(WEIGHTS) and name in kept):
+        if (remainder := tensors.get(f"optimizer.{name.removeprefix(WEIGHTS)}.{REMAINDER}")) is not None:
+            remainder.zero_()  # it is that of the weight in the checkpoint
     if optimizer is not None:
         make_again(optimizer, kept)
     return progress, schedule
