@@ -182,7 +182,8 @@ def train(
                     rollback = incidents.record_rollback(bad, step, restored.step)
                     clean_up(saves, restored.step)
                     reporter.begin(restored.step + 1)
-                    progress = restored._replace(timeline=restored.timeline.after(restored.step, [rollback]))
+                    timeline = restored.timeline.after(restored.step, [rollback])
+                    progress = restored._replace(timeline=timeline, run=progress.run)  # titanlite 0.2 saved none
                     check_epochs(data, progress.timeline, training.steps)
                     batches.close()
                     batches = batches_from(progress)
