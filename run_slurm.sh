@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on the nodes of a Slurm job, and puts the job back into the queue until the run is done:
 #
-#     sbatch --nodes=16 run_slurm.sh train_configs/llama_8b.toml [--section.key value ...]
+#     sbatch --nodes=4 run_slurm.sh train_configs/llama_8b.toml [--section.key value ...]
 #
 # Slurm starts run_train.sh once on every node, with all GPUs of the node. Edit the lines below, or pass sbatch their options
 # before the name of the script: partition and account, nodes, GPUs per node, time limit. Slurm provides everything else.

@@ -182,7 +182,8 @@ def train(
                     rollback = incidents.record_rollback(bad, step, restored.step)
                     clean_up(saves, restored.step)
                     reporter.begin(restored.step + 1)
-                    progress = restored._replace(timeline=restored.timeline.after(restored.step, [rollback]))
+                    timeline = restored.timeline.after(restored.step, [rollback])
+                    progress = restored._replace(timeline=timeline, run=progress.run)  # titanlite 0.2 saved none
                     check_epochs(data, progress.timeline, training.steps)
                     batches.close()
                     batches = batches_from(progress)
@@ -244,8 +245,8 @@ def train(
 def finished_already(config: Config, progress: Progress, saves: Path, saver: Saver | None) -> None:
     """For a run without steps left: logs that, and writes the export if a kill has prevented it."""
     log.info(
-        "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to continue, or give another "
-        "job.dump_folder to start from step 0",
+        "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to continue, and where the rate has "
+        "ended at 0 also lr_scheduler.total_steps, or give another job.dump_folder to start from step 0",
         saves, progress.step, config.training.steps,
     )  # fmt: skip
     if saver and config.checkpoint.last_save_in_hf:

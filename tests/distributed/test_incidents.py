@@ -303,6 +303,17 @@ def test_a_rollback_at_the_end_restores_the_float8_scales_of_gathered_weights(po
     assert checksums(tmp_path / "run", 12) == checksums(tmp_path / "expected", 12)
 
 
+def test_a_rollback_to_a_checkpoint_without_the_runs_id_keeps_that_of_this_start(pools, tmp_path):
+    """One of titanlite 0.2. Later checkpoints had none either, so that retention took them for another run's."""
+    run(pools, {}, tmp_path, "rollback", {}, steps=5)
+    path = tmp_path / "checkpoint/step-00000005"
+    found = manifest.read(path)
+    manifest.write(path, found._replace(numbers={key: each for key, each in found.numbers.items() if key != "run"}))
+    run(pools, {}, tmp_path, "rollback", BAD, steps=9)
+    assert read_entries(tmp_path / INCIDENTS)[-1]["to_step"] == 5
+    assert manifest.read(tmp_path / "checkpoint/step-00000009").numbers["run"]
+
+
 def test_a_rollback_before_any_checkpoint_stops_the_run_and_says_why(pools, tmp_path):
     with pytest.raises(WorkerFailure, match=r"UserError: step 3: .*there is no checkpoint yet to go back to"):
         run(pools, {}, tmp_path, "rollback", {3: tiny_poison.OF_LOSS})

@@ -67,6 +67,35 @@ def test_the_first_step_after_weights_were_loaded_is_the_optimizers_first(pools,
     assert counts and {*counts} == {1.0}
 
 
+class KeepsItsStart(torch.optim.SGD):
+    """Its state is a copy of the first weights that it gets, as in Lookahead."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("start", p.detach().clone())
+                self.state[p].setdefault("count", torch.zeros(())).add_(1)
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("excluded", ["optimizer.*", "optimizer.*.start"])
+def test_excluded_state_that_copies_the_weights_is_made_of_the_loaded_ones(pools, tmp_path, excluded):
+    """It was that of the random initial weights, towards which such an optimizer pulled the trained model."""
+    name, degrees, checkpoint = f"{HERE}:KeepsItsStart", {"dp_shard": 2}, {"interval": 1}
+    run(pools, degrees, tmp_path, 2, optimizer={"name": name}, flavor="uneven", checkpoint=checkpoint)
+    checkpoint |= {"exclude_from_loading": [excluded]}
+    run(pools, degrees, tmp_path, 3, optimizer={"name": name}, flavor="uneven", checkpoint=checkpoint)
+    before, after = stored(tmp_path, 2), stored(tmp_path, 3)
+    starts = [each for each in after if each.endswith(".start")]
+    assert len(starts) > 5
+    for each in starts:
+        weight = each.replace("optimizer.", "model.").removesuffix(".start")
+        torch.testing.assert_close(after[each], before[weight], rtol=0, atol=0)
+    counts = {tensor.item() for each, tensor in after.items() if each.endswith(".count")}
+    assert counts == ({3.0} if excluded.endswith("start") else {2.0})
+
+
 class KeepsItsShard(torch.optim.SGD):
     """Its state is plain tensors, as large as the shard."""
 

@@ -156,7 +156,7 @@ def test_a_second_start_of_a_finished_run_has_nothing_to_do(finished):
     before = contents(folder / "out")
     ended = train("run.toml", "--job.print_config", "true", folder=folder)
     assert (ended.code, ended.out) == (0, launched.out), ended.err
-    assert "nothing to do" in ended.err and "training.steps = 3" in ended.err
+    assert "nothing to do" in ended.err and "training.steps = 3" in ended.err and "lr_scheduler.total_steps" in ended.err
     assert contents(folder / "out") == before
 
 

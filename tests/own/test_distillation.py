@@ -18,7 +18,7 @@ from models.head import IGNORE, Head, Sizes, distilled
 from tests import tiny
 from tests.distributed.as_one import as_one_process, trajectory_of
 from tests.distributed.pool import WorkerFailure
-from tests.distributed.scenarios import config_of
+from tests.distributed.scenarios import config_of, learnable_data
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, resumes_once, run
 from tests.distributed.test_variants import MOE, SHARD, SPLIT
 from tests.own.test_loss import OwnLossHead, ScaledHead, with_head
@@ -28,6 +28,8 @@ from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.hf.folder import each_expert, find_weights, their_name
 from titanlite.hf.load import load_weights
 from titanlite.loop.checks import check
+from titanlite.loop.resume import Progress, RunIdentity, changes, numbers_of
+from titanlite.optim.lr_schedule import build_schedule
 from titanlite.plan.predict import predict
 from titanlite.registry.family import Family, family_of, load_family
 from titanlite.registry.teacher import config_of_teacher
@@ -168,6 +170,21 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_another_teacher_is_refused(p
     keys["distillation"]["teacher"] = written(tmp_path / "another", "tests.tiny", "deep", seed=2)
     with pytest.raises(WorkerFailure, match=rf"teacher = '\w+', was '{start['teacher']}'(?s:.*)allow_changes teacher"):
         run(pools, SHARD, tmp_path / "parts", STEPS + 1, **keys)
+
+
+def test_a_resume_with_other_code_of_the_teachers_family_is_refused_with_its_difference(tmp_path):
+    """The student's family is another one."""
+    config = configured(ONE, written(tmp_path / "teacher", "tests.tiny", "deep"), model={"name": "tests.tiny_moe"})
+    data = learnable_data(config)
+    identity = RunIdentity(config, family_of(config.model), data, 8)
+    numbers = json.loads(json.dumps(numbers_of(identity, build_schedule(config), Progress(2, data.timeline(8)))))
+    assert [*changes(identity, numbers)] == []
+    ours = numbers["own_source"]["models.llama3"]
+    ours |= {"hash": "0", "text": ours["text"] + "other = 1\n"}
+    (change,) = changes(identity, numbers)
+    assert change.key == "model.source" and "-other = 1" in change.diff
+    numbers["config"]["distillation"]["teacher"], numbers["own_source"] = "elsewhere", {}
+    assert [*changes(identity, numbers)] == []  # another teacher, which "teacher" allows, has other modules
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

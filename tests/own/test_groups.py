@@ -213,13 +213,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoint_has_no_state_
 
 
 def test_a_resume_that_unfreezes_parameters_names_the_missing_state_and_the_remedy(pools, tmp_path):
-    thawed = {"optimizer": {"groups": GROUPS[::2]}}
-    run(pools, ONE, tmp_path, 4, optimizer={"groups": GROUPS})
+    thawed = {"optimizer": {"groups": GROUPS[::2], "ema_decay": 0.9}}
+    run(pools, ONE, tmp_path, 4, optimizer={"groups": GROUPS, "ema_decay": 0.9})
     with pytest.raises(WorkerFailure, match=r"(?s)optimizer\.groups = .*--checkpoint\.allow_changes optimizer\.groups"):
         run(pools, ONE, tmp_path, 5, **thawed)
     allowed = {"allow_changes": ["optimizer.groups"]}
     with pytest.raises(WorkerFailure, match=r"(?s)ffn\.w1\.weight\.exp_avg: not in.*checkpoint.exclude_from_loading"):
         run(pools, ONE, tmp_path, 5, checkpoint=allowed, **thawed)
-    excluded = ["optimizer.layers.*.ffn.w[13].*"]
+    excluded = [f"{kind}.layers.*.ffn.w[13].*" for kind in ("optimizer", "ema")]
     run(pools, ONE, tmp_path, 5, checkpoint={**allowed, "exclude_from_loading": excluded}, **thawed)
     assert any("ffn.w1" in name for name in stored(tmp_path, 5) if name.startswith("optimizer."))

@@ -35,6 +35,15 @@ def state(value: str) -> str:
     return HEAD + MOVE + f"                self.state[p]['kept'] = {value}\n"
 
 
+def listed(value: str) -> str:
+    """A class that keeps moments outside of its state."""
+    every = "        every = [p for group in self.param_groups for p in group['params']]\n"
+    start, step = HEAD.split("    @torch")
+    add = "                for kept in self.kept if type(self.kept) is list else self.kept['m'].values():\n"
+    add += "                    if kept.shape == p.shape: kept.add_(p.grad)\n"
+    return f"{start}{every}        self.kept = {value}\n    @torch{step}{MOVE}{add}"
+
+
 # The module, the options, and the message besides the class with its file and line.
 WRONG = {
     "raises in its step": (HEAD + "                raise OSError('no')\n", {}, "fails (MODULE, line 9): OSError('no')"),
@@ -43,6 +52,9 @@ WRONG = {
     "a number as state": (state("3"), {}, "is 3; checkpoints hold tensors: make it one, such as torch.zeros(())"),
     "a count of its own": (HEAD + MOVE + "        self.lr_now = len(self.state) + 1\n", {}, "changes self.lr_now in its step"),
     "a count in its groups": (HEAD + MOVE + "            group['k'] = 1\n", {}, 'changes group["k"] in its step'),
+    "moments in a list": (listed("[torch.zeros_like(p) for p in every]"), {}, "changes self.kept in its step"),
+    "moments in a dict": (listed("{'m': {p: p * 0 for p in every}}"), {}, "changes self.kept in its step"),
+    "moments in a group": (HEAD + MOVE + "            group['kept'] = [p * 1]\n", {}, 'changes group["kept"] in its step'),
     "state of no parameter": (HEAD + MOVE + "        self.state['all'] = {}\n", {}, "which is no parameter"),
     "another rate": (HEAD + MOVE.replace("group['lr']", "0.1"), {}, 'changes parameters with group["lr"] = 0'),
     "no decay": (HEAD.replace(", weight_decay=weight_decay", "") + MOVE, {}, "has no weight_decay among its defaults"),
@@ -90,6 +102,14 @@ def test_state_that_appears_after_the_first_step_is_refused_since_a_resume_could
     optimizer.state[groups[0]["params"][0][1]]["half"] = torch.zeros(3)
     with pytest.raises(UserError, match=r"^optimizer\.name = .*makes or removes state\['late'\] after its first step"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("value", ["every", "[p.detach() for p in every]", "[self.state[p]['kept'] for p in every]"])
+def test_lists_of_parameters_and_of_state_are_not_taken_for_state_elsewhere(value, own_module):
+    made = f"for p in every: self.state[p]['kept'] = torch.zeros_like(p)\n        self.kept = {value}"
+    text = listed(value).replace(f"self.kept = {value}", made)
+    own_module(text.replace("kept.add_(p.grad)", "self.state[p]['kept'].add_(1)"))
+    assert faults_of(configured("own_code:Mine")) == []
 
 
 OF_TORCH = {"SGD": {"momentum": 0.9, "nesterov": True}, "RAdam": {}, "NAdam": {"betas": [0.9, 0.99]}}

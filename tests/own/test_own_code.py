@@ -137,6 +137,15 @@ def test_weights_that_a_hook_sets_to_zero_move_again_with_remainders(pools, tmp_
     assert stored(tmp_path, 2)["model.layers.0.ffn.w1.weight"].all()
 
 
+def test_weights_that_a_hook_sets_to_zero_at_the_start_have_no_remainder(own_module):
+    own_module("def after_building(model, config):\n    model.weight.data[0] = 0\n")
+    config, model = with_own_code(hooks=["own_code"]), torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    optimizer = build_optimizer(model, config.optimizer.model_copy(update={"rounding": "compensated"}))
+    optimizer.state[model.weight]["remainder"].fill_(-3)
+    OwnCode(config).after_building(model, config, optimizer)
+    assert optimizer.state[model.weight]["remainder"].tolist() == [[0, 0], [-3, -3]]
+
+
 def test_float8_gathers_the_weights_that_a_hook_has_left_as_a_resume_does(pools, tmp_path):
     pytest.importorskip("torchao", reason="needs torchao")
     keys = {"hooks": {"modules": ["tests.own.changing"]}, "checkpoint": {"interval": 1}, **FLOAT8}

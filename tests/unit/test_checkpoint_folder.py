@@ -82,7 +82,7 @@ def test_the_newest_every_nth_and_the_one_of_load_step_are_kept(keys, steps, del
 
 def test_retention_keeps_checkpoints_of_another_run_and_deletes_those_without_a_run(tmp_path, caplog):
     make(tmp_path, 5, 10, 15, 20)
-    for step, run in ((5, {"run": "another"}), (10, {})):
+    for step, run in ((5, {"run": "another"}), (10, {}), (15, {"run": ""})):
         old = manifest.read(step_folder(tmp_path, step))
         numbers = {name: value for name, value in old.numbers.items() if name != "run"}
         manifest.write(step_folder(tmp_path, step), manifest.Manifest(numbers | run, old.files))
@@ -177,6 +177,14 @@ def test_there_must_be_room_for_two_checkpoints_or_for_one_if_an_old_one_is_dele
     assert f"{needed} checkpoints of this run need {needed}.00 GiB" in fault and f"saves has {needed}.00 GiB free" in fault
     [fault] = disk_space_faults(tmp_path / "not/there/yet", size, keys)
     assert f"{tmp_path} has 0.00 GiB free" in fault
+
+
+@pytest.mark.parametrize(("every", "needed"), [(0, 1), (2000, 1), (500, 2)])
+def test_checkpoints_that_are_never_deleted_make_no_room(tmp_path, monkeypatch, every, needed):
+    make(tmp_path, 500, 1000, 1500)
+    keys = Checkpoint(enable=True, keep_latest_k=2, keep_every_n_steps=every)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
+    assert len([*disk_space_faults(tmp_path, 1000, keys)]) == needed - 1
 
 
 def test_unfinished_checkpoints_of_a_killed_run_count_as_free_space(tmp_path, monkeypatch):

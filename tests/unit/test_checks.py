@@ -131,7 +131,7 @@ CASES = [
     (1, {TOKENIZER: "large"}, [TOKENIZER, '"large"', "ids up to 5000", "vocabulary of 4096"], {FLAVOR: "8b"}),
     (1, {NAME: "tests.tiny", FLAVOR: "plain"}, [TOKENIZER, "default tokenizer", "4095", "512"], {TOKENIZER: "fits"}),
 
-    (2, {GLOBAL: 6, LOCAL: 2}, [f"{GLOBAL} = 6", f"{LOCAL} = 2", "2 data-parallel ranks = 4"], {GLOBAL: 8}),
+    (2, {GLOBAL: 6, LOCAL: 2}, [f"{GLOBAL} = 6", f"{LOCAL} = 2", "2 data-parallel ranks = 4; ", "at most 1 can"], {GLOBAL: 8}),
 
     (1, {STEPS: 9, WARMUP: 10}, [f"{WARMUP} = 10", f"{STEPS} = 9"], {STEPS: 10}),
     (1, {STEPS: 5, TOTAL: 9, WARMUP: 10}, [f"{WARMUP} = 10", f"{TOTAL} = 9"], {TOTAL: 10}),

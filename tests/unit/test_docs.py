@@ -20,6 +20,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.loop.own_code import OwnCode
 from titanlite.optim import lr_schedule
+from titanlite.parallel import mesh
 from titanlite.parallel.tensor import STYLES
 
 if sys.version_info >= (3, 11):
@@ -116,6 +117,16 @@ def test_runs_on_the_pages_have_options_that_are_read_and_a_schedule_that_fits()
             path = path if path.startswith("train_configs/") else "train_configs/llama_8b.toml"
             config = read_config(ROOT / path, options.replace("$lr", "1e-3").split())
             assert not [*lr_schedule.faults(config)], (path, options)
+
+
+def test_every_shown_job_of_slurm_has_a_number_of_nodes_that_its_recipe_can_use():
+    """16 nodes have 128 ranks, and a batch of 64 sequences with 2 a rank is for 32."""
+    shown = "\n".join(page.read_text(encoding="utf-8") for page in [*PAGES, ROOT / "run_slurm.sh"])
+    jobs = re.findall(r"sbatch --nodes=(\d+) run_slurm\.sh (\S+\.toml)", shown)
+    assert len(jobs) > 3
+    for nodes, path in jobs:
+        config = read_config(ROOT / (path if path.startswith("train_configs/") else "train_configs/llama_8b.toml"), [])
+        assert not [*mesh.faults(config, 8 * int(nodes))], (nodes, path)
 
 
 def test_every_recipe_is_in_the_table():

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests import tiny
 from tests.distributed.scenarios import learnable_data
@@ -303,6 +304,18 @@ def test_only_patterns_with_which_the_run_has_not_written_the_checkpoint_are_app
     assert found == applied
     said = {message.split('"')[1]: "keep their initial values" in message for message in caplog.messages if key in message}
     assert said == {pattern: pattern in applied for pattern in now}
+
+
+def test_an_excluded_weight_has_its_own_average_and_no_remainder_of_the_weight_in_the_checkpoint(monkeypatch):
+    """The head of a branch was new and its average old; a remainder made initial zeros NaN, which is stored as 0 again."""
+    names = ["model.a", "model.b", "ema.a", "ema.b", "ema.updates", "optimizer.a.remainder", "optimizer.b.remainder"]
+    tensors = {name: torch.zeros(2) for name in names}
+    monkeypatch.setattr(load, "load_tensors", lambda _, __, given, *___, **____: [
+        tensor.fill_(7) for name, tensor in given.items() if name != "model.a"])  # fmt: skip
+    keys = {"optimizer.ema_decay": 0.9}
+    run = setting(configuration({**keys, "checkpoint.exclude_from_loading": ["model.a"]}))
+    load_run(SOURCE, stored(keys), run, tensors)
+    assert {name for name, tensor in tensors.items() if not tensor.any()} == {"model.a", "ema.a", "optimizer.a.remainder"}
 
 
 def test_patterns_in_a_manifest_are_a_list_of_texts():

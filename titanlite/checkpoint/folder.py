@@ -56,10 +56,10 @@ def disk_space_faults(folder: Path, size: int, cfg: Checkpoint) -> Iterator[str]
     """A disk on which checkpoints of `size` bytes do not fit.
 
     Retention deletes an old checkpoint only after the new one is complete. A run therefore needs space for two, or for one if
-    the folder already has all that retention keeps.
+    retention deletes one after the next save.
     """
-    missing = cfg.keep_latest_k + 1 - len(list_steps(folder)) if cfg.keep_latest_k else 2
-    needed = min(2, max(1, missing))
+    steps = list_steps(folder)
+    needed = 1 if superfluous([*steps, max(steps, default=0) + cfg.interval], cfg) else 2
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free + sum(_size(path) for path in _leftovers(folder))  # clean_up deletes them
     if free < needed * size:
@@ -174,7 +174,7 @@ def _check_is_ours(path: Path, run: str) -> None:
     found = manifest.read(path)
     if found.numbers["step"] != step_of(path):
         raise UserError(f"its manifest is that of step {found.numbers['step']}")
-    if run and found.numbers.get("run", run) != run:  # titanlite 0.2 named none
+    if run and (found.numbers.get("run") or run) != run:  # titanlite 0.2 named none
         raise UserError("it is of another run")
     if foreign := sorted(set(os.listdir(path)) - found.files.keys() - {manifest.FILE}):
         raise UserError(f"its manifest does not list {', '.join(foreign)}")

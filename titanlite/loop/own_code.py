@@ -72,12 +72,15 @@ class OwnCode:
                 part(*arguments)
 
     def after_building(self, model: nn.Module, config: Config, optimizer: torch.optim.Optimizer) -> None:
-        """Calls these hooks, which may freeze parameters and run the model. Raises UserError where they unfreeze others."""
+        """Calls these hooks, which may change weights, freeze parameters and run the model. Raises UserError where they
+        unfreeze others."""
         from titanlite.parallel.fsdp import begin, release  # not at the top: a check needs no FSDP
 
         begin(model)
         self.call("after_building", model, config)
         release(model)
+        if any(name == "after_building" for name, _ in self._hooks):
+            clear_remainders_of_zeros(optimizer)
         refuse_unfrozen(optimizer, model)
 
     def at_step(self, hook: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.tensors import AVERAGES, model_tensors
+from titanlite.checkpoint.tensors import AVERAGES, WEIGHTS, model_tensors
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.operation import Checkpoint
 from titanlite.config.read import SECTIONS, suggest
@@ -37,8 +37,10 @@ from titanlite.launch.process import of_all_ranks
 from titanlite.loop.distillation import digest_of_teacher
 from titanlite.loop.divergence import StepRecord
 from titanlite.optim import ema
+from titanlite.optim.adam_bf16 import REMAINDER
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule, phase_faults
+from titanlite.optim.own import make_again
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import data_rank
 from titanlite.registry.family import Family
@@ -162,7 +164,7 @@ def restore(
         begin = source, load.verified(source)
     if begin is not None:
         tensors = run_tensors(model, optimizer, loss_scale)
-        progress, schedule = load_run(*begin, run, tensors, of_other_stages(model, tensors), branch=not own)
+        progress, schedule = load_run(*begin, run, tensors, of_other_stages(model, tensors), not own, optimizer)
         if not own and progress.step >= (steps := run.config.training.steps):
             raise UserError(f"training.steps = {steps}: {source} is at step {progress.step} already; set more steps")
         log.info("resumed from %s", begin[0])
@@ -218,8 +220,10 @@ def load_run(
     tensors: dict[str, Tensor],
     elsewhere: Collection[str] = (),
     branch: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[Progress, Schedule]:
     """Loads one checkpoint into `tensors`. elsewhere: names that other ranks load. branch: the checkpoint is another run's.
+    optimizer: that of `tensors`.
 
     Raises UserError for a checkpoint that does not fit.
     """
@@ -241,7 +245,13 @@ def load_run(
         log.info("optimizer.ema_decay = %g, was %g in %s: %s", now, then, source, what)
         exclude = [*exclude, f"{AVERAGES}*"]
     load.load_tensors(source, found, tensors, exclude, elsewhere=elsewhere)
-    ema.begin_again(tensors, [name for name in tensors if _matches(name, exclude)])
+    kept = {name for name in tensors if _matches(name, exclude)}
+    ema.begin_again(tensors, kept)
+    for name in (name for name in tensors if name.startswith(WEIGHTS) and name in kept):
+        if (remainder := tensors.get(f"optimizer.{name.removeprefix(WEIGHTS)}.{REMAINDER}")) is not None:
+            remainder.zero_()  # it is that of the weight in the checkpoint
+    if optimizer is not None:
+        make_again(optimizer, kept)
     return progress, schedule
 
 

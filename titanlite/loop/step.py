@@ -128,7 +128,8 @@ def update(
 
 
 def warn_of_unused(model: nn.Module) -> None:
-    """Names the trained parameters that the backward pass has not reached; only weight decay changes them."""
+    """Names the trained parameters that the backward pass has not reached. They keep their values; own optimizers get zero
+    gradients for them, and may decay them."""
     unused = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     if unused:
         log.info("no gradient reaches %s: not used in the forward pass?", ", ".join(unused))

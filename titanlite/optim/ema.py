@@ -7,7 +7,7 @@ TensorFlow's `ExponentialMovingAverage` does with `num_updates`: with a constant
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +63,13 @@ def ema_of(optimizer: torch.optim.Optimizer) -> Ema | None:
     return getattr(optimizer, "titanlite_ema", None)
 
 
-def begin_again(tensors: dict[str, Tensor], names: Iterable[str]) -> None:
-    """Makes the averages of these names equal to the weights. tensors: of a run, as `run_tensors` gives them."""
-    fresh = {name for name in names if name.startswith(AVERAGES)}
-    weights = [name for name in tensors if name.startswith(WEIGHTS) and average_of(name) in fresh]
-    _copy([tensors[average_of(name)] for name in weights], [tensors[name] for name in weights])
-    if AVERAGE_UPDATES in fresh:
+def begin_again(tensors: dict[str, Tensor], names: Collection[str]) -> None:
+    """Makes the averages among these names, and those of the weights among them, equal to the weights. tensors: of a run, as
+    `run_tensors` gives them."""
+    weights = [name for name in tensors if name.startswith(WEIGHTS) and (name in names or average_of(name) in names)]
+    averaged = [name for name in weights if average_of(name) in tensors]
+    _copy([tensors[average_of(name)] for name in averaged], [tensors[name] for name in averaged])
+    if AVERAGE_UPDATES in names:
         tensors[AVERAGE_UPDATES].zero_()
 
 

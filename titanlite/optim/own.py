@@ -5,7 +5,7 @@ a copy of each parameter, so that the run's own state is not one step ahead.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequence
 from typing import Any
 
 import torch
@@ -65,6 +65,17 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for p in group["params"]:
             if not optimizer.state.get(p):
                 optimizer.state[p] = _state_of(optimizer.titanlite_build, group, p)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def make_again(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
+    """Makes this state of an own optimizer again, from the weights that were loaded since. names: in checkpoints."""
+    for group in optimizer.param_groups if hasattr(optimizer, "titanlite_build") else []:
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            if keys := [key for key in optimizer.state[p] if f"optimizer.{name}.{key}" in names]:
+                made = _state_of(optimizer.titanlite_build, group, p)  # type: ignore[attr-defined]
+                for key in keys:
+                    optimizer.state[p][key].copy_(made[key])
 
 
 def sharded(value: Tensor, parameter: Tensor) -> Tensor:
@@ -145,7 +156,9 @@ def faults(groups: Groups, cfg: Optimizer) -> Iterator[str]:
 def _of_steps(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """What three steps show: with zero gradients, with others, and with a rate of 0."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
-    draw, hidden = torch.Generator().manual_seed(0), _hidden(optimizer)
+    state = [value for p in every for value in optimizer.state.get(p, {}).values()]
+    known = {_storage(value) for value in [*every, *state] if isinstance(value, Tensor)}
+    draw, hidden = torch.Generator().manual_seed(0), _hidden(optimizer, known)
     for size in (0.0, 1.0):
         for p in every:
             p.grad = torch.randn(p.shape, generator=draw) * size
@@ -154,7 +167,7 @@ def _of_steps(optimizer: torch.optim.Optimizer) -> Iterator[str]:
             yield f"gives NaN or infinity for {'zero' if size == 0 else 'normally distributed'} gradients"
             return
     yield from next(filter(None, (list(_state_faults(p, optimizer.state[p])) for p in every)), [])
-    if changed := [name for name, value in _hidden(optimizer).items() if value != hidden.get(name)]:
+    if changed := [name for name, value in _hidden(optimizer, known).items() if value != hidden.get(name)]:
         yield f"changes {', '.join(changed)} in its step, which no checkpoint holds; keep it in self.state[parameter]"
     if others := [key for key in optimizer.state if all(key is not p for p in every)]:
         yield f"has state for {others[0]!r}, which is no parameter; checkpoints hold the state of parameters"
@@ -175,12 +188,25 @@ def _stand_in(parameter: Tensor) -> Tensor:
     return torch.ones([min(size, 2 + number) for number, size in enumerate(parameter.shape)], dtype=parameter.dtype)
 
 
-def _hidden(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The numbers and tensors that an optimizer keeps outside of its state."""
-    found = {f"self.{name}": value for name, value in vars(optimizer).items()}
+def _hidden(optimizer: torch.optim.Optimizer, known: set[int]) -> dict[str, str]:
+    """The numbers and tensors that an optimizer keeps outside of its state, also in lists and dicts. known: storages of
+    others."""
+    found = {f"self.{key}": value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
     for group in optimizer.param_groups:
-        found |= {f'group["{name}"]': value for name, value in group.items()}
-    return {name: repr(value) for name, value in found.items() if isinstance(value, (int, float, Tensor))}
+        found |= {f'group["{key}"]': value for key, value in group.items()}
+    return {name: repr(inside) for name, value in found.items() if (inside := [*_leaves(value, known)])}
+
+
+def _leaves(value: Any, known: set[int]) -> Iterator[int | float | Tensor]:
+    if isinstance(value, (MutableSequence, tuple, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each, known)
+    elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and _storage(value) not in known):
+        yield value
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _state_faults(parameter: Tensor, state: dict[str, Any]) -> Iterator[str]:

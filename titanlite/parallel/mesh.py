@@ -154,7 +154,9 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
         )
     one_pass, batch = training.local_batch_size * parts, config.global_batch(parts)
     if batch % one_pass:
+        fewer = [count for count in range(1, parts) if batch % (training.local_batch_size * count) == 0]
         yield (
             f"training.global_batch_size = {batch}: must be a multiple of training.local_batch_size = "
             f"{training.local_batch_size} x {parts} data-parallel ranks = {one_pass}"
+            f"{f'; of these ranks, at most {fewer[-1]} can share it' if fewer else ''}"
         )

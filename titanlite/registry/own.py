@@ -21,6 +21,7 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, allowed, is_users
 from titanlite.registry.family import import_named, location_of
 from titanlite.registry.source import ModelSource, source_of
+from titanlite.registry.teacher import source_of_teacher
 
 # The keys that can name a part, each with the key of its options.
 KEYS = {
@@ -32,7 +33,7 @@ KEYS = {
 }
 
 
-NAMING = {*KEYS, "training.sources", "hooks.modules"}  # the keys that name parts of the training
+NAMING = {*KEYS, "training.sources", "hooks.modules", "distillation.teacher"}  # the keys that name parts of the training
 
 
 def parts_of(config: Config) -> dict[str, str]:
@@ -57,14 +58,15 @@ def is_part(name: str) -> bool:
 
 
 def source_of_parts(config: Config, reports: bool = False) -> ModelSource:
-    """The source code of a run's parts: their modules and what these import, as for a model. Raises UserError.
+    """The source code of a run's parts: their modules and what these import, as for a model, and the teacher's family. Raises
+    UserError.
 
     reports: include those that `without_reports` removes, which a resume may change.
     """
     config, found = config if reports else without_reports(config), dict[str, dict[str, str]]()
     for key, name in [*parts_of(config).items(), *(("metrics.extra", name) for name in config.metrics.extra)]:
         found |= source_of(_module(key, name))
-    return found
+    return found | (source_of_teacher(config.distillation.teacher) if config.distillation.teacher else {})
 
 
 def part_of(key: str, name: str) -> Any:

@@ -1,5 +1,6 @@
 """The teacher of a distillation run: its configuration is derived from that of the run."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ from models.moe import experts_of
 from titanlite.config.schema import Config, Moe
 from titanlite.ground.errors import UserError
 from titanlite.registry.description import read_description
-from titanlite.registry.family import FROM_ASSETS, family_of, reader_of
+from titanlite.registry.family import FROM_ASSETS, family_of, load_module, reader_of
+from titanlite.registry.source import ModelSource, source_of
 
 _ONE = "; one family must have it in HF_TYPES, and no other, such as a copy"
 
@@ -37,3 +39,9 @@ def config_of_teacher(config: Config) -> Config | None:
         moe=Moe(max_tokens_factor=config.moe.max_tokens_factor),
         compile=config.compile,
     )
+
+
+@functools.cache  # each checkpoint holds it; the folder is read once
+def source_of_teacher(folder: str) -> ModelSource:
+    """The source code of the teacher's family. Raises UserError for a folder that no family reads."""
+    return source_of(load_module(reader_of(read_description(Path(folder)), _ONE)))

@@ -346,7 +346,8 @@ def begin_before(
         source = step_folder(saves, number)
         try:
             tensors = run_tensors(*state)
-            return run, *load_run(source, load.verified(source), setting, tensors, of_other_stages(run.model, tensors))
+            others, found = of_other_stages(run.model, tensors), load.verified(source)
+            return run, *load_run(source, found, setting, tensors, others, optimizer=run.optimizer)
         except Damaged as error:
             log.warning("not used: %s", error)
         except Unread:
