@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Optimizer
 from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import like
 from titanlite.registry import own
 from titanlite.transforms.shards import local_part
 
@@ -82,8 +83,7 @@ def sharded(value: Tensor, parameter: Tensor) -> Tensor:
     """State as checkpoints store it: what was made for a shard alone becomes a DTensor that shares its memory."""
     if isinstance(value, DTensor) or not value.ndim or not isinstance(parameter, DTensor):
         return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return like(parameter, value)
 
 
 def state_bytes(name: str, parameter: Tensor, cfg: Optimizer) -> int:
@@ -147,7 +147,7 @@ def faults(groups: Groups, cfg: Optimizer) -> Iterator[str]:
         for key in ("lr", "weight_decay"):
             found = [group[key] if key in optimizer.defaults else 0.0 for group in optimizer.param_groups]
             if found != [group.get(key, cfg.lr) for group in groups]:
-                remedy = "; set it to 0" if key == "weight_decay" else ""
+                remedy = "; set it to 0, also in optimizer.groups" if key == "weight_decay" else ""
                 yield f"{title}: has no {key} among its defaults, so optimizer.{key} would be ignored{remedy}"
                 return
         yield from (f"{title}: {fault}" for fault in _of_steps(optimizer))
