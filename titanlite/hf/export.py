@@ -243,7 +243,8 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
             eos = loaded.tokenizer.id_to_token(end)
             _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
         _compare_beginnings(exported.stored.source, loaded, load_tokenizer(str(folder)))
-    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
+    # the defaults of transformers are the ids of other models: of Llama 2, and 0 or 1 for padding, in most vocabularies a text
+    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     if assets and os.path.lexists(assets / "config.json"):
         theirs = read_json(assets / "config.json", _Beside, LIMIT)
         # a null stays one, unless the tokenizer says more

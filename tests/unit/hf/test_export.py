@@ -98,7 +98,9 @@ def test_a_source_in_older_spelling_or_of_another_architecture_exports_what_is_r
     )
     export(tmp_path / "weights", tmp_path / "beside", assets=str(source))
     assert described(family.module, read_description(tmp_path / "beside")) == c
-    assert json.loads((tmp_path / "beside/config.json").read_text())["eos_token_id"] == 3
+    written = json.loads((tmp_path / "beside/config.json").read_text())
+    ids = {key: value for key, value in written.items() if key.endswith("_token_id")}
+    assert ids == {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": None}  # not transformers' default, 0 for Gemma
 
 
 def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(pools, tmp_path):
