@@ -96,6 +96,8 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
     assert ended.code == 0, ended.err
     assert "|choice" in ended.out and "|written" in ended.out
     assert re.search(r"\|\s*Tasks\s*\|\s*Version\s*\|", ended.out), ended.out
+    cut = re.findall(r"(\d) of (\d) requests were cut on the left to fit 32 tokens; a higher --max-length", ended.err)
+    assert sorted(cut) == [("1", "4"), ("2", "8")], ended.err  # of "written" and of "choice"
     found = json.loads((tmp_path / "found.json").read_text())["samples"]
     answers, texts, written = expected(tmp_path / EXPORT)
     for sample, wanted in zip(found["choice"], answers, strict=True):
