@@ -222,14 +222,21 @@ def limits_of(module: ModuleType) -> Limits:
 
 
 def reader_of(description: Description, remedy: str) -> str:
-    """The family of models/ that reads the model_type of a config.json. Raises UserError, which ends with `remedy`."""
-    kind = description["model_type"]
-    readers = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
+    """The family of models/ that reads the model_type of a config.json. Raises UserError, which ends with `remedy`.
+
+    A file that is no family yet, such as a fork in the making, is named only where no other reads the type.
+    """
+    kind, readers, broken = description["model_type"], dict[str, tuple[str, ...]](), ""
+    for name in family_names():
+        try:
+            readers[name] = getattr(load_module(name), "HF_TYPES", ())
+        except UserError as error:
+            broken += f"; {error}"
     names = [name for name, kinds in readers.items() if kind in kinds]
     if len(names) != 1:
         have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in readers.items() if kinds)
         fault = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
-        raise UserError(f"{description.path}: {fault} model_type {kind!r}{remedy}")
+        raise UserError(f"{description.path}: {fault} model_type {kind!r}{'' if names else broken}{remedy}")
     return names[0]
 
 
