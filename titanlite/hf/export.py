@@ -252,6 +252,9 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len", 0)
     if length > (facts.get(_LENGTH) or 0):  # also where training has made the context of its pretrained model longer
         facts[_LENGTH] = length
+        if assets and not os.path.lexists(assets / "config.json"):  # its model's context may be longer
+            why = "from training.seq_len: there is no config.json in model.hf_assets_path"
+            log.warning("%s: %s = %d, %s", exported.stored.source, _LENGTH, length, why)
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
     _write_json(folder / "config.json", facts | exported.family.to_hf() | dtype)

@@ -158,12 +158,19 @@ def test_files_beside_the_runs_tokenizer_are_copied_and_its_ids_are_kept(pools, 
     assert (config["eos_token_id"], config["bos_token_id"], config["max_position_embeddings"]) == ([0, 3], 7, 99)
 
 
-def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, sources, monkeypatch, tmp_path):
-    """config.json of the pretrained model had limited what serves and evaluates the longer one."""
+def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, sources, monkeypatch, caplog, tmp_path):
+    """config.json of the pretrained model had limited what serves and evaluates the longer one. Where only its tokenizer is
+    there, the context may be longer than that of the run, and a line says what is written.
+    """
     read_manifest = manifest.read
     monkeypatch.setattr(manifest, "read", lambda folder: _with(read_manifest(folder), training={"seq_len": 4096}))
     export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(sources("tests.tiny", "plain")))
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 4096
+    assert "max_position_embeddings" not in caplog.text
+    (assets := tmp_path / "tokenizer").mkdir()
+    shutil.copy(sources("tests.tiny", "plain") / "tokenizer.json", assets)
+    export(imported("tests.tiny", "plain"), tmp_path / "again", assets=str(assets))
+    assert "max_position_embeddings = 4096, from training.seq_len: there is no config.json in" in caplog.text
 
 
 def _with(found: manifest.Manifest, **sections: object) -> manifest.Manifest:
