@@ -88,7 +88,12 @@ class Family(NamedTuple):
     def changes_since(self, before: dict[str, Any]) -> list[str]:
         """A sentence for each dimension in `before` that has changed; a new dimension does not count."""
         now = self.dimensions()
-        return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+        return [f"{name} = {self.shown(name)}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+
+    def shown(self, name: str) -> str:
+        """A dimension in a message; a RoPE scaling has its type and the names of its numbers."""
+        value = getattr(self.config, name, None)
+        return repr(value if hasattr(value, "_fields") else self.dimensions().get(name))
 
 
 def _text(value: Any) -> str:

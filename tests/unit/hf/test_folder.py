@@ -199,7 +199,7 @@ INTO_HF = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true"}
     ("keys", "message"),
     [
         (FROM, "not a checkpoint.* set checkpoint.initial_load_in_hf = true"),
-        (FROM_HF | {"model.flavor": "scaled"}, r"other dimensions than tests.tiny scaled: rope_scaling = \[8.0, 1.0"),
+        (FROM_HF | {"model.flavor": "scaled"}, r"scaled: rope_scaling = Llama3Scaling\(factor=8.0, .*\), there None"),
         (FROM_HF | {"model.overrides.dim": "128"}, r"\(model\.embed\.weight\): \(\d+, 64\) in "),
         (FROM_HF | {"checkpoint.initial_load_model_only": "false"}, "initial_load_in_hf = true: a folder in Hugging"),
         (INTO_HF | {"model.name": "tests.tiny_dropout"}, "last_save_in_hf = true: tests.tiny_dropout: lacks HF, HF_TYPES"),
