@@ -293,7 +293,7 @@ def from_hf(json: dict[str, Any]) -> Config:
         dim=json["hidden_size"],
         n_layers=json["num_hidden_layers"],
         n_heads=json["num_attention_heads"],
-        q_rank=json.get("q_lora_rank"),
+        q_rank=json.get("q_lora_rank", 1536),  # null is none
         kv_rank=json["kv_lora_rank"],
         ffn_dim=json["intermediate_size"],
         expert_dim=json["moe_intermediate_size"],

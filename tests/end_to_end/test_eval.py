@@ -100,6 +100,8 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
     found, options = output["samples"], output["titanlite"]
     assert (options["source"], options["max_length"]) == ("out/checkpoint/step-00000010", 32)
     assert output["n-samples"]["choice"] == {"original": 4, "effective": 4}
+    cut = re.findall(r"(\d) of (\d) requests were cut on the left to fit 32 tokens; a higher --max-length", ended.err)
+    assert sorted(cut) == [("1", "4"), ("2", "8")], ended.err  # of "written" and of "choice"
     answers, texts, written = expected(tmp_path / EXPORT)
     for sample, wanted in zip(found["choice"], answers, strict=True):
         assert [value for value, _ in sample["filtered_resps"]] == pytest.approx(wanted, abs=1e-3)

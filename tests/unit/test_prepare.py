@@ -144,6 +144,19 @@ def test_chats_have_a_loss_file_beside_every_shard_and_no_end_of_text(tmp_path, 
     )
 
 
+def test_a_chat_whose_turns_end_where_no_generation_stops_is_a_warning(tmp_path, tokenizer, caplog):
+    """Such a model, of a base model's tokenizer and another template, never stopped when it was served."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": _CHAT}) + "\n")
+    (folder := tmp_path / "model").mkdir()
+    for number, (ends, warns) in enumerate({"[9]": True, "[9, 1]": False}.items()):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+        caplog.clear()
+        _prepare(path, tmp_path / f"out{number}", tokenizer._replace(source=str(folder / "tokenizer.json")), chat=_Template())
+        ending = f"in a turn of a chat is {tokenizer.tokenizer.id_to_token(1)}, at which generation does not stop"
+        assert (ending in caplog.text and '"eos_token" in tokenizer_config.json' in caplog.text) == warns == bool(caplog.text)
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 

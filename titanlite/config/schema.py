@@ -217,10 +217,11 @@ class Moe(Section):
     down if more (DeepSeek-V3, arXiv:2412.19437: 1e-3). For models whose routers have such a bias."""
     balance_loss: Annotated[bounds.NonNegative, ALWAYS] = 0.0
     """Weight of each router's balance loss, the mean over sequences (DeepSeek-V3, equations 17 to 20: 1e-4). It is added to the
-    gradients; the reported loss is without it."""
+    gradients for each router, so divide the weight of code that averages over layers by their number; the reported loss is
+    without it."""
     router_z_loss: Annotated[bounds.NonNegative, ALWAYS] = 0.0
     """Weight of the squared log-sum-exp of each router's logits, the mean over tokens (ST-MoE, arXiv:2202.08906: 1e-3). It is
-    added to the gradients; the reported loss is without it."""
+    added to the gradients for each router; the reported loss is without it."""
 
 
 class Lora(Section):

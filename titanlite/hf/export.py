@@ -243,7 +243,8 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
             eos = loaded.tokenizer.id_to_token(end)
             _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
         _compare_beginnings(exported.stored.source, loaded, load_tokenizer(str(folder)))
-    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
+    # the defaults of transformers are the ids of other models: of Llama 2, and 0 or 1 for padding, in most vocabularies a text
+    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     if assets and os.path.lexists(assets / "config.json"):
         theirs = read_json(assets / "config.json", _Beside, LIMIT)
         # a null stays one, unless the tokenizer says more
@@ -251,6 +252,9 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len", 0)
     if length > (facts.get(_LENGTH) or 0):  # also where training has made the context of its pretrained model longer
         facts[_LENGTH] = length
+        if assets and not os.path.lexists(assets / "config.json"):  # its model's context may be longer
+            why = "from training.seq_len: there is no config.json in model.hf_assets_path"
+            log.warning("%s: %s = %d, %s", exported.stored.source, _LENGTH, length, why)
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
     _write_json(folder / "config.json", facts | exported.family.to_hf() | dtype)

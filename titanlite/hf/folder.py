@@ -167,9 +167,10 @@ def _listed(folder: Path) -> dict[str, str]:
 
 def differences(family: Family, source: Path) -> dict[str, str]:
     """The dimensions in which a family differs from the config.json of a folder, each with both values."""
-    theirs = Family(family.module, described(family.module, read_description(source))).dimensions()
+    there = Family(family.module, described(family.module, read_description(source)))
+    ours, theirs = family.dimensions(), there.dimensions()
     return {
-        name: f"{name} = {now!r}, there {theirs[name]!r}" for name, now in family.dimensions().items() if now != theirs[name]
+        name: f"{name} = {family.shown(name)}, there {there.shown(name)}" for name, now in ours.items() if now != theirs[name]
     }
 
 

@@ -88,7 +88,12 @@ class Family(NamedTuple):
     def changes_since(self, before: dict[str, Any]) -> list[str]:
         """A sentence for each dimension in `before` that has changed; a new dimension does not count."""
         now = self.dimensions()
-        return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+        return [f"{name} = {self.shown(name)}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+
+    def shown(self, name: str) -> str:
+        """A dimension in a message; a RoPE scaling has its type and the names of its numbers."""
+        value = getattr(self.config, name, None)
+        return repr(value if hasattr(value, "_fields") else self.dimensions().get(name))
 
 
 def _text(value: Any) -> str:
@@ -222,14 +227,21 @@ def limits_of(module: ModuleType) -> Limits:
 
 
 def reader_of(description: Description, remedy: str) -> str:
-    """The family of models/ that reads the model_type of a config.json. Raises UserError, which ends with `remedy`."""
-    kind = description["model_type"]
-    readers = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
+    """The family of models/ that reads the model_type of a config.json. Raises UserError, which ends with `remedy`.
+
+    A file that is no family yet, such as a fork in the making, is named only where no other reads the type.
+    """
+    kind, readers, broken = description["model_type"], dict[str, tuple[str, ...]](), ""
+    for name in family_names():
+        try:
+            readers[name] = getattr(load_module(name), "HF_TYPES", ())
+        except UserError as error:
+            broken += f"; {error}"
     names = [name for name, kinds in readers.items() if kind in kinds]
     if len(names) != 1:
         have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in readers.items() if kinds)
         fault = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
-        raise UserError(f"{description.path}: {fault} model_type {kind!r}{remedy}")
+        raise UserError(f"{description.path}: {fault} model_type {kind!r}{'' if names else broken}{remedy}")
     return names[0]
 
 

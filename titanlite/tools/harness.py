@@ -1,5 +1,6 @@
 """A model for EleutherAI's lm-evaluation-harness (the package lm-eval), which defines the tasks and their metrics."""
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,10 @@ from tqdm import tqdm
 
 from titanlite.ground.errors import UserError
 from titanlite.inference.generate import Sampling, generate, score
+from titanlite.launch.process import rank_and_world
 from titanlite.tools.open_model import LoadedModel
+
+log = logging.getLogger(__name__)
 
 # What generate_until knows of a task's generation_kwargs, after lm-eval has given the aliases of max_gen_toks one name.
 _OPTIONS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
@@ -53,6 +57,7 @@ class Harness(TemplateLM):
         for (key, *_pair), answer in zip(requests, answers, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
+        self._report([len(context) + len(new) > self._max_length + 1 for _, context, new in requests])
         return answers
 
     def _shortened(self, context: list[int], new: list[int]) -> tuple[list[int], list[int]]:
@@ -61,6 +66,14 @@ class Harness(TemplateLM):
         if len(new) > self._max_length:
             raise UserError(f"--max-length {self._max_length}: a task has an answer of {len(new)} tokens")
         return (context + new)[-(self._max_length + 1) : -len(new)], new
+
+    def _report(self, cut: Sequence[bool]) -> None:
+        """Warns of requests that were truncated on the left: few-shot examples and the task's description are lost first."""
+        if any(cut) and rank_and_world()[0] == 0:
+            log.warning(
+                "%s of %s requests were cut on the left to fit %s tokens; a higher --max-length reads more",
+                f"{sum(cut):,}", f"{len(cut):,}", f"{self._max_length:,}",
+            )  # fmt: skip
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         pairs: list[_Pair] = []
@@ -91,6 +104,8 @@ class Harness(TemplateLM):
         ends = self._loaded.tokenizer.ends  # once: it reads a file
         for batch in self._batches(ordered, disable_tqdm):
             texts += self._continue([each[0] for each in batch], batch[0][1], ends, [each[2] for each in batch])
+        room = [self._max_length - normalize_gen_kwargs(request.args[1])["max_gen_toks"] for request in requests]
+        self._report([len(context) > most for context, most in zip(contexts, room, strict=True)])
         return ordered.get_original(texts)
 
     def _continue(

@@ -84,8 +84,9 @@ def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
 def training_flops(family: Family, config: Config) -> Flops:
     """FLOPs a token of a run. The family's formula is for training every weight: 6 for each parameter of a matrix.
 
-    A frozen matrix costs 4, since no gradient of it is computed. Adapters are added, with 6 for each trained parameter, and so
-    is the forward pass of a teacher, a third of its training.
+    A frozen matrix costs 4, since no gradient of it is computed; that is too much below the first trained parameter, where no
+    backward pass runs. Adapters are added, with 6 for each trained parameter, and so is the forward pass of a teacher, a third
+    of its training.
     """
     flops = family.module.flops(family.config, config.training.seq_len)
     if config.training.predict_further:

@@ -156,3 +156,12 @@ def test_a_changed_key_gives_the_logits_of_transformers_or_is_refused(tmp_path, 
     equal, refused, wrong = attack(tmp_path, name, share)
     assert not wrong, "\n".join(wrong)
     assert equal > 100 * share - 1 and refused > 5
+
+
+def test_a_missing_rank_of_queries_is_that_of_transformers(tmp_path):
+    """Without it, they were projected without a latent: another model, which a run without published weights trains."""
+    description = FAMILIES["deepseek_v3"].to_hf()
+    del description["q_lora_rank"]
+    for more, rank in ({}, AutoConfig.for_model("deepseek_v3").q_lora_rank), ({"q_lora_rank": None}, None):
+        (tmp_path / "config.json").write_text(json.dumps(description | more))
+        assert recognize(tmp_path).family.config.q_rank == rank

@@ -98,7 +98,9 @@ def test_a_source_in_older_spelling_or_of_another_architecture_exports_what_is_r
     )
     export(tmp_path / "weights", tmp_path / "beside", assets=str(source))
     assert described(family.module, read_description(tmp_path / "beside")) == c
-    assert json.loads((tmp_path / "beside/config.json").read_text())["eos_token_id"] == 3
+    written = json.loads((tmp_path / "beside/config.json").read_text())
+    ids = {key: value for key, value in written.items() if key.endswith("_token_id")}
+    assert ids == {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": None}  # not transformers' default, 0 for Gemma
 
 
 def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(pools, tmp_path):
@@ -156,12 +158,19 @@ def test_files_beside_the_runs_tokenizer_are_copied_and_its_ids_are_kept(pools, 
     assert (config["eos_token_id"], config["bos_token_id"], config["max_position_embeddings"]) == ([0, 3], 7, 99)
 
 
-def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, sources, monkeypatch, tmp_path):
-    """config.json of the pretrained model had limited what serves and evaluates the longer one."""
+def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, sources, monkeypatch, caplog, tmp_path):
+    """config.json of the pretrained model had limited what serves and evaluates the longer one. Where only its tokenizer is
+    there, the context may be longer than that of the run, and a line says what is written.
+    """
     read_manifest = manifest.read
     monkeypatch.setattr(manifest, "read", lambda folder: _with(read_manifest(folder), training={"seq_len": 4096}))
     export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(sources("tests.tiny", "plain")))
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 4096
+    assert "max_position_embeddings" not in caplog.text
+    (assets := tmp_path / "tokenizer").mkdir()
+    shutil.copy(sources("tests.tiny", "plain") / "tokenizer.json", assets)
+    export(imported("tests.tiny", "plain"), tmp_path / "again", assets=str(assets))
+    assert "max_position_embeddings = 4096, from training.seq_len: there is no config.json in" in caplog.text
 
 
 def _with(found: manifest.Manifest, **sections: object) -> manifest.Manifest:

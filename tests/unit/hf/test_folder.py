@@ -74,6 +74,17 @@ def test_a_file_of_models_that_is_no_family_is_none(tmp_path, monkeypatch):
     assert recognize(describe(tmp_path, llama3.FLAVORS["1b"])).name == "llama3"
 
 
+def test_a_broken_family_is_named_only_where_no_other_reads_the_type(tmp_path, monkeypatch):
+    """It had stopped every command on a folder, and a distillation run that continues, which never named it."""
+    for name, text in {"mine_typo": "FLAVORS = {", "mine_begun": "FLAVORS, HF_TYPES = {}, ('llama',)"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    assert recognize(describe(tmp_path, llama3.FLAVORS["1b"])).name == "llama3"
+    with pytest.raises(UserError, match=r"reads model_type 'mistral'; .*mine_begun.* lacks Config") as refused:
+        recognize(describe(tmp_path, llama3.FLAVORS["1b"], model_type="mistral"))
+    assert "models.mine_typo failed" in str(refused.value) and str(refused.value).endswith("; name one with --model")
+
+
 def test_two_families_that_read_the_same_type_require_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr("titanlite.registry.family.family_names", lambda: ["llama3", "tests.tiny"])
     with pytest.raises(UserError, match="--model"):
@@ -188,7 +199,7 @@ INTO_HF = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true"}
     ("keys", "message"),
     [
         (FROM, "not a checkpoint.* set checkpoint.initial_load_in_hf = true"),
-        (FROM_HF | {"model.flavor": "scaled"}, r"other dimensions than tests.tiny scaled: rope_scaling = \[8.0, 1.0"),
+        (FROM_HF | {"model.flavor": "scaled"}, r"scaled: rope_scaling = Llama3Scaling\(factor=8.0, .*\), there None"),
         (FROM_HF | {"model.overrides.dim": "128"}, r"\(model\.embed\.weight\): \(\d+, 64\) in "),
         (FROM_HF | {"checkpoint.initial_load_model_only": "false"}, "initial_load_in_hf = true: a folder in Hugging"),
         (INTO_HF | {"model.name": "tests.tiny_dropout"}, "last_save_in_hf = true: tests.tiny_dropout: lacks HF, HF_TYPES"),

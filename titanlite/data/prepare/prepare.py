@@ -101,10 +101,28 @@ def prepare(
                 if differences := _differences(plan, {**plan, "inputs": _describe_inputs(list_inputs(inputs, key))}):
                     raise UserError(f"the inputs changed while they were read: {'; '.join(differences)}")
                 _assemble(listed, records, work, plan, tokenizer)
-            return _hand_over(work, output)
+            manifest = _hand_over(work, output)
     except OSError as error:
         remedy = KEPT if work.exists() else "name another folder"
         raise UserError(f"{error.filename or work}: cannot be written: {error.strerror}; {remedy}") from None
+    if chat and manifest["chats"]:
+        _warn_of_end(chat, tokenizer)
+    return manifest
+
+
+def _warn_of_end(chat: "ChatTemplate", tokenizer: LoadedTokenizer) -> None:
+    """Warns where the model learns to end its turns with a token at which nobody stops generating."""
+    try:
+        ids, learned = chat.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    except ValueError:  # a template that needs other messages
+        return
+    last = [number for number, counts in zip(ids, learned, strict=True) if counts][-1:]
+    if not tokenizer.ends.issuperset(last):
+        log.warning(
+            "%s: the last token that the loss counts in a turn of a chat is %s, at which generation does not stop: name the "
+            'token that ends turns, as "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json',
+            tokenizer.source, tokenizer.spelled(last),
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
