@@ -49,6 +49,9 @@ def many_units(monkeypatch):
     monkeypatch.setattr(documents, "_SMALLEST", 200)
 
 
+_BOTH = '20 entries have a text in "text" and a chat in "messages": the text was read'
+
+
 def _prepare(inputs: Any, output: Path, tokenizer: LoadedTokenizer, **options: Any) -> dict[str, Any]:
     names = [str(name) for name in (inputs if isinstance(inputs, list) else [inputs])]
     defaults = {"append_eos": True, "workers": 1, "shard_tokens": 10**9, "on_error": "fail"}
@@ -142,6 +145,17 @@ def test_chats_have_a_loss_file_beside_every_shard_and_no_end_of_text(tmp_path, 
         shard["loss"] == xxhash.xxh3_128_hexdigest((tmp_path / "out" / f"{shard['name']}.loss").read_bytes())
         for shard in manifest["shards"]
     )
+
+
+@pytest.mark.parametrize(("options", "warned"), [({}, True), ({"text_key": "text"}, False), ({"chat": None}, False)])
+def test_texts_with_a_chat_beside_them_are_counted_unless_the_key_of_the_text_is_given(
+    tmp_path, tokenizer, many_units, caplog, options, warned
+):
+    entries = [{"text": text, "messages": _CHAT} for text in _TEXTS[:20]] + [{"text": text} for text in _TEXTS[20:]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    _prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, **{"chat": _Template(), "workers": 2} | options)
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
+    assert [text.partition(";")[0] for text in caplog.messages if "a chat" in text] == [_BOTH] * warned
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

@@ -16,6 +16,7 @@ from titanlite.config.schema import Config, Training
 from titanlite.data.indexed import path_of
 from titanlite.data.prepare import cache, documents, prepare
 from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.manifest import sealed
 from titanlite.data.sources import TokenSource, find, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
@@ -156,6 +157,14 @@ def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
 
 
+def test_a_bad_entry_of_text_is_refused_with_the_command_that_leaves_it_out_and_leaves_nothing_in_the_cache(tmp_path, assets):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(UserError, match=rf"a.jsonl, line 41: .*\n`titanlite tokenize --on-error skip .*; then {_KEY} names"):
+        _open(path, assets)
+    assert {entry.suffix for entry in cache_folder().glob("*tokens-*")} == {".lock"}
+
+
 def test_text_is_tokenized_again_for_another_end_of_text(tmp_path, assets):
     path = write_jsonl(tmp_path / "a.jsonl")
     for end in ("<|endoftext|>", "x"):
@@ -240,6 +249,21 @@ def test_a_folder_of_tokenize_is_read_in_place(tokenized, assets, loaded, monkey
     source = _open(tokenized, assets)
     assert _documents(source) == _expected(loaded)
     assert source.fingerprint == read_manifest(tokenized)["fingerprint"]
+
+
+@pytest.mark.parametrize(("text", "append_eos", "warned"), [("a", False, True), ("a", True, False), (None, False, False)])
+def test_token_files_without_the_end_of_text_that_a_run_appends_are_named_unless_they_are_chats(
+    tmp_path, assets, caplog, text, append_eos, warned
+):
+    (assets / "chat_template.jinja").write_text(_TEMPLATE)
+    entry, folder, loaded = {"text": text} if text else _CHAT, tmp_path / "tokens", load_tokenizer(str(assets))
+    (tmp_path / "a.jsonl").write_text(json.dumps(entry))
+    options = {"append_eos": append_eos, "workers": 1, "shard_tokens": 1000, "on_error": "fail"}
+    prepare.prepare([str(tmp_path / "a.jsonl")], folder, loaded, chat=load_template(str(assets)), **options)
+    _open(folder, assets)
+    expected = f"{folder}: its texts end with nothing, not with <|endoftext|>: the model does not learn to end one; "
+    found = [record.message.startswith(expected) for record in caplog.records if record.levelname == "WARNING"]
+    assert found == [True] * warned
 
 
 def test_tokens_of_another_tokenizer_are_refused(tokenized, assets):

@@ -176,6 +176,11 @@ def _open_files(
     if manifest["tokenizer"] != tokenizer_digest(loaded):
         raise UserError(f"{folder}: made with another tokenizer than that of model.hf_assets_path; name that one there")
     _check_beginning(folder, tuple(manifest["beginning_of_text"]), loaded)
+    end = manifest.get("end_of_text", loaded.end_of_text)
+    if end != loaded.end_of_text and not manifest.get("chats"):
+        theirs, ours = "nothing" if end is None else loaded.spelled([end]), loaded.spelled([loaded.end_of_text])
+        why = "the model does not learn to end one; `titanlite tokenize --append-eos` writes it"
+        log.warning("%s: its texts end with %s, not with %s: %s", folder, theirs, ours, why)
     if manifest["largest_id"] >= vocabulary:
         raise UserError(f"{folder}: has ids up to {manifest['largest_id']}, and the model's vocabulary is {vocabulary}")
     for file, shard in zip(files, manifest["shards"], strict=True):

@@ -59,9 +59,10 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
                 [path], folder, loaded, append_eos=True, workers=cores(), shard_tokens=10**9, on_error="fail",
                 chat=template, key=f"{key} =",
             )  # fmt: skip
-        except BadDocument:  # the corrected text will have another cache key
+        except BadDocument as error:  # the corrected text will have another cache key
             shutil.rmtree(unfinished_path(folder), ignore_errors=True)
-            raise
+            remedy = f"`titanlite tokenize --on-error skip --append-eos` leaves such entries out; then {key} names its output"
+            raise BadDocument(f"{error}\n{remedy}") from None
 
     folder = cache_folder() / f"tokens-{name}"
     _cached(folder, make, read_manifest)

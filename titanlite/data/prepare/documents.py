@@ -45,8 +45,8 @@ def list_inputs(names: list[str], key: str = "--input", warn: Callable[[str], ob
 
     A folder means all files under it that are not hidden, a pattern the files that match, a name with "://" what fsspec finds
     there. From folders and patterns, files of unknown kinds and files about the data, such as a README, are left out. A folder
-    that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the Hugging Face hub or in a local folder
-    NAME; hub:NAME::SPLIT has the default configuration, and the default split is train. "stdlib" means `stdlib_files`.
+    that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG] or hub:NAME:[CONFIG]:SPLIT is a dataset of the Hugging Face hub or
+    in a local folder NAME; the default split is train. "stdlib" means `stdlib_files`.
 
     key: the option or key that has the names. warn: called with a message that names the files left out. Raises UserError for a
     name without inputs, for a file of an unknown kind, and for an input named twice.

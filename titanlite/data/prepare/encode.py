@@ -72,6 +72,7 @@ class Record(FileSchema):
     tokens: list[Count]
     chats: bool
     skipped: list[Skipped]
+    beside_chats: Count = 0  # texts whose entry has a chat too
 
 
 def open_record(folder: Path) -> Record:
@@ -233,6 +234,7 @@ class _Encoder:
             if isinstance(entry, Bad):
                 yield entry
             else:
+                self.record.beside_chats += entry.beside_chat
                 yield next(encoded) if isinstance(entry.content, str) else self._encode_chat(entry)
 
     def _encode_texts(self, texts: list[Document]) -> list[_Encoded | Bad]:
