@@ -79,6 +79,24 @@ def test_a_pair_is_found_by_either_file_or_their_prefix_and_a_folder_means_its_s
     assert find(str(tmp_path), _KEY) == [tmp_path / name for name in ("a.0", "a.1", "web")]
 
 
+def test_a_folder_above_those_of_tokenize_is_refused_and_text_beside_pairs_is_named(tokenized, tmp_path, assets, caplog):
+    write_jsonl(tmp_path / "a.jsonl")
+    for path in (str(tmp_path), f"{tmp_path}/**/*.json*"):
+        with pytest.raises(UserError, match=rf"{tokenized} holds token files, not text; name each such folder"):
+            find(path, _KEY)
+    folder = tmp_path / "pairs"
+    (folder / "more").mkdir(parents=True)
+    for name in ("a", "more/b"):
+        write_file(folder / name, [[1, 2]])
+    _open(folder, assets)
+    write_jsonl(folder / "c.jsonl")
+    (folder / "notes").mkdir()
+    (folder / "README.md").write_text("about the data")
+    _open(folder, assets)
+    warnings = [record.message.partition("name by itself: ")[2] for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["more", "c.jsonl, more"]
+
+
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
 def test_a_missing_file_of_a_pair_is_an_error(tmp_path, assets, suffix):
     for name in ("a", "b"):

@@ -14,7 +14,7 @@ import xxhash
 from titanlite.config.schema import Config, Source, Training
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.prepare.cache import default_tokenizer, open_packing, tokenized
-from titanlite.data.prepare.documents import list_inputs
+from titanlite.data.prepare.documents import is_data, list_inputs
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest
 from titanlite.data.samples import Row, Rows, rows_of
 from titanlite.data.tokenizer import LoadedTokenizer, digest, load_tokenizer, tokenizer_digest
@@ -154,6 +154,8 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
         prefixes = find(str(folder), key)
     assert prefixes is not None
     files, manifest = _open_files(prefixes, folder, loaded, vocabulary)
+    if manifest is None and folder.is_dir() and (more := sorted(each.name for each in folder.iterdir() if _has_data(each))):
+        log.warning("%s: only its .bin and .idx files are read; name by itself: %s", source.path, ", ".join(more))
     if not all(stored.has_sums for file in files for stored in file.files):
         log.info("%s: has no checksums of blocks, which `titanlite tokenize` writes: damage is not detected", source.path)
     if manifest is not None:
@@ -161,6 +163,11 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
     else:
         fingerprint = digest(*(probe(stored.path) for file in files for stored in file.files))
     return TokenSource(source, name_of(source), files, fingerprint, None if manifest is None else folder)
+
+
+def _has_data(path: Path) -> bool:
+    """Whether a file or folder beside token files could be taken for a part of the data: text, or a folder of token files."""
+    return next(path.rglob("*.idx"), None) is not None if path.is_dir() else is_data(str(path))
 
 
 def _open_files(
