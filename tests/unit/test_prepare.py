@@ -158,6 +158,16 @@ def test_texts_with_a_chat_beside_them_are_counted_unless_the_key_of_the_text_is
     assert [text.partition(";")[0] for text in caplog.messages if "a chat" in text] == [_BOTH] * warned
 
 
+def test_a_large_text_file_which_is_one_document_is_named_with_what_to_write_instead(tmp_path, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(prepare, "_LARGE_TEXT", 1000)
+    (tmp_path / "large.txt").write_text("x" * 1001)
+    (tmp_path / "small.txt").write_text("x" * 1000)
+    write_jsonl(tmp_path / "a.jsonl", ["x" * 2000])
+    _prepare([tmp_path / name for name in ("large.txt", "small.txt", "a.jsonl")], tmp_path / "out", tokenizer)
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{tmp_path}/large.txt: 1,001 bytes are one document") and ".jsonl" in warning
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.raw_files import write_table
 from tests.token_files import TEXTS, documents_of, write_file, write_jsonl
 from tests.waiting import PATIENCE
 from titanlite.config.schema import Config, Training
@@ -18,7 +19,7 @@ from titanlite.data.prepare import cache, documents, prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.manifest import sealed
-from titanlite.data.sources import TokenSource, find, open_source, read_manifest, sources_of
+from titanlite.data.sources import TokenSource, file_faults, find, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import cache_folder
@@ -181,6 +182,30 @@ def test_a_bad_entry_of_text_is_refused_with_the_command_that_leaves_it_out_and_
     with pytest.raises(UserError, match=rf"a.jsonl, line 41: .*\n`titanlite tokenize --on-error skip .*; then {_KEY} names"):
         _open(path, assets)
     assert {entry.suffix for entry in cache_folder().glob("*tokens-*")} == {".lock"}
+
+
+def _chat_without_a_template(folder: Path) -> str:
+    (folder / "a.jsonl").write_text(json.dumps(_CHAT))
+    return str(folder / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("write", "fault"),
+    [
+        (lambda folder: str(write_table(folder / "a.parquet", content=["x"])), "--text-key NAME"),
+        (_chat_without_a_template, "a.jsonl, line 1: a chat, but the tokenizer's folder has no chat template"),
+        (lambda folder: str(write_jsonl(folder / "a.jsonl")), None),
+        (lambda folder: str((folder / "a.jsonl").write_text("") or folder / "a.jsonl"), None),  # the start says so
+    ],
+    ids=["another column", "chat", "sound", "empty"],
+)
+def test_a_check_reads_the_first_document_of_a_text(tmp_path, assets, write, fault):
+    path = write(tmp_path)
+    config = Config.model_validate({"training": {"dataset_path": path}, "model": {"hf_assets_path": str(assets)}})
+    found = list(file_faults(config, 4096))
+    assert len(found) == (fault is not None)
+    assert all(f'{_KEY} = "{path}": ' in each and fault in each for each in found)
+    assert not cache_folder().exists()
 
 
 def test_text_is_tokenized_again_for_another_end_of_text(tmp_path, assets):

@@ -13,7 +13,7 @@ import xxhash
 
 from titanlite.config.schema import Config, Source, Training
 from titanlite.data.indexed import TokenFile, path_of
-from titanlite.data.prepare.cache import default_tokenizer, open_packing, tokenized
+from titanlite.data.prepare.cache import default_tokenizer, first_fault, open_packing, tokenized
 from titanlite.data.prepare.documents import is_data, list_inputs
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest
 from titanlite.data.samples import Row, Rows, rows_of
@@ -270,15 +270,21 @@ def faults(config: Config) -> Iterator[str]:
 
 
 def file_faults(config: Config, vocabulary: int) -> Iterator[str]:
-    """Token files that cannot be used with the tokenizer and vocabulary of a configuration without `faults`."""
+    """Token files that cannot be used with the tokenizer and vocabulary of a configuration without `faults`; text whose first
+    document cannot be.
+    """
     keys = {source.path: key_of(config, section) for section in sections_of(config) for source in sources_of(config, section)}
     for path, key in keys.items():
-        if not is_part(path) and (prefixes := find(path, key)) is not None:
-            try:
+        if is_part(path):
+            continue
+        try:
+            if (prefixes := find(path, key)) is not None:
                 loaded = open_tokenizer(config.model.hf_assets_path, config.training.add_bos)
                 _open_files(prefixes, Path(path), loaded, vocabulary)
-            except UserError as error:
-                yield str(error)
+            elif fault := first_fault(path, key, config.model.hf_assets_path):
+                yield fault
+        except UserError as error:
+            yield str(error)
 
 
 def sections_of(config: Config) -> list[str]:

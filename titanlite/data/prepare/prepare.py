@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 _FORMAT = 1  # of the manifest
 _PLAN_FORMAT = 3  # increment it when the same plan gives other token files
 _LIMIT = 1024 * MIB  # of the plan of a million inputs: 100 MiB
+_LARGE_TEXT = 64 * MIB  # the tokenizer keeps strings and offsets of a whole text: 12 MB of Python took 1.5 GiB
+_SPLIT_IT = "that takes some 100 times as much memory; write a .jsonl file with one document per line"
 _TEXT_IS_READ = 'the text was read; without "text", the chat is. `titanlite tokenize --text-key text` does not warn'
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 
@@ -83,6 +85,9 @@ def prepare(
     work = unfinished_path(output)
     _refuse_existing(output)
     listed = list_inputs(inputs, key, log.warning)
+    for entry in listed:
+        if entry.parts and entry.parts[0].kind == "text" and (entry.size or 0) > _LARGE_TEXT:
+            log.warning("%s: %s bytes are one document, encoded at once: %s", entry.path, f"{entry.size:,}", _SPLIT_IT)
     plan = {  # everything that determines the token files; a command that continues may change --on-error
         "format": _PLAN_FORMAT,
         "tokenizer": tokenizer_digest(tokenizer),
