@@ -209,7 +209,7 @@ def train(
             values |= {"further_loss": steps[-1].further} if training.predict_further else {}
             values |= {"lr": schedule.at(step), **measured, **expert_load(model, config.parallelism.expert_parallel_degree)}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
-            values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}
+            values |= {"tokens_seen": progress.timeline.seen(step) * training.seq_len, **measure_speed(batches.waited())}
             values |= {"peak_memory_gib": largest_peak_gib(device)}
             values |= own_code.values(step, values, model, batch)
             reporter.report(step, values)

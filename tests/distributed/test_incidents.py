@@ -3,6 +3,7 @@
 test_cuda_shim.py finds host syncs.
 """
 
+import json
 import math
 from pathlib import Path
 
@@ -248,7 +249,9 @@ def test_rollback_continues_from_the_checkpoint_with_the_batch_after_the_bad_one
     run(pools, degrees, tmp_path / "expected", "stop", BAD, log_freq=log_freq)
     assert checksums(tmp_path / "run", 12) == checksums(tmp_path / "expected", 12)
     assert means(tmp_path / "run")[12] == means(tmp_path / "expected")[12]
-    assert "rollback_seconds" in (tmp_path / "run/metrics.jsonl").read_text()
+    lines = (tmp_path / "run/metrics.jsonl").read_text()
+    assert "rollback_seconds" in lines
+    assert json.loads(lines.splitlines()[-1])["tokens_seen"] == 12 * 8 * 32  # not the position in the data
     assert manifest.read(tmp_path / "run/checkpoint/step-00000012").numbers["samples"] == 64 + 7 * 8
     last = read_entries(tmp_path / "run" / INCIDENTS)[-1]
     assert [last[key] for key in ("kind", "step", "to_step", "next_sample")] == ["rollback", 8, 5, 64]

@@ -1,6 +1,8 @@
 """A process among others: how long it waits for them, and its random numbers."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.distributed.scenarios import mesh_of
 from tests.waiting import until
 from titanlite.config.operation import Comm
 from titanlite.config.schema import Config, Training
+from titanlite.data import mixture
 from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
 from titanlite.launch.process import once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
@@ -119,3 +122,29 @@ def test_all_ranks_of_a_node_raise_the_error_of_its_first_rank(pools: dict[int, 
     answers = pools[4].run(f"{HERE}:make_on_nodes_of_two", fault_on=2)
     fault = "no data on the node of rank 2"
     assert answers == [(100, [0]), (100, []), (fault, [2]), (fault, [])]
+
+
+def open_with_a_slow_node() -> list[float]:
+    """The timeouts after data was opened that the node of rank 1 tokenizes for longer than comm.init_timeout_seconds."""
+    config = Config(comm=Comm(init_timeout_seconds=1))
+    set_timeout(1)
+
+    def open_data(*_: object) -> SimpleNamespace:
+        time.sleep(3 * dist.get_rank())
+        return SimpleNamespace(sources=[], fingerprint="the same")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        patch.setattr(mixture, "open_data", open_data)
+        mixture.open_on_every_rank(config, 8)
+    groups = [group._get_backend(torch.device("cpu")) for group in torch_private.all_groups]
+    return [group.options._timeout.total_seconds() for group in groups]
+
+
+def test_a_node_waits_for_another_that_tokenizes_longer_than_the_timeout_of_the_start():
+    pool = Pool(2)
+    try:
+        assert pool.run(f"{HERE}:open_with_a_slow_node") == [[1], [1]]
+    finally:
+        pool.stop()

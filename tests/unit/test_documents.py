@@ -20,6 +20,8 @@ from titanlite.ground.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_parts")
 
+OTHER_KEY = "; `titanlite tokenize --text-key NAME` reads another"
+
 
 # ---------------------------------------------------------------------------------------------------------------- lines
 
@@ -51,7 +53,7 @@ def test_documents_and_line_numbers_do_not_depend_on_the_split_of_a_jsonl_file(t
     ("line", "fault"),
     [
         (b'{"text": "cut', "not JSON"),
-        (b'{"content": "x"}', 'must have a string under "text" or a list under "messages"; has "content"'),
+        (b'{"content": "x"}', f'must have a string under "text" or a list under "messages"; has "content"{OTHER_KEY}'),
         (b'{"text": "\xff"}', "'utf-8' codec can't decode byte 0xff in position 10"),
         (b'{"text": "\\ud83d"}', "surrogate"),
         (b"[" * 200_000, "more than 100 lists and tables within each other"),
@@ -320,6 +322,15 @@ def test_a_dataset_by_name_is_streamed_shard_by_shard(tmp_path, hub_cache):
     assert contents(f"hub:{tmp_path}::test") == ["d"]
     os.utime(tmp_path / "train-1.jsonl", (1, 1))
     assert list_inputs([f"hub:{tmp_path}"])[0].stamp != entry.stamp
+    for wrong in (":test", "::dev"):  # a split as a configuration; no such split
+        with pytest.raises(UserError, match=r"or without a configuration as hub:[^ ]+::train_sft$"):
+            list_inputs([f"hub:{tmp_path}{wrong}"])
+
+
+def test_a_table_without_the_column_of_the_text_is_reported_once_with_the_option_that_names_another(tmp_path):
+    table, saved = write_table(tmp_path / "a.parquet", content=["x"] * 9), save_dataset(tmp_path / "saved", content=["x"] * 9)
+    for name in (table, saved):
+        assert [reason.partition("has ")[2] for _, reason in faults_in(name)] == [f'"content"{OTHER_KEY}']
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "*.jsonl", "a.txt"])

@@ -49,6 +49,9 @@ def many_units(monkeypatch):
     monkeypatch.setattr(documents, "_SMALLEST", 200)
 
 
+_BOTH = '20 entries have a text in "text" and a chat in "messages": the text was read'
+
+
 def _prepare(inputs: Any, output: Path, tokenizer: LoadedTokenizer, **options: Any) -> dict[str, Any]:
     names = [str(name) for name in (inputs if isinstance(inputs, list) else [inputs])]
     defaults = {"append_eos": True, "workers": 1, "shard_tokens": 10**9, "on_error": "fail"}
@@ -155,6 +158,27 @@ def test_a_chat_whose_turns_end_where_no_generation_stops_is_a_warning(tmp_path,
         _prepare(path, tmp_path / f"out{number}", tokenizer._replace(source=str(folder / "tokenizer.json")), chat=_Template())
         ending = f"in a turn of a chat is {tokenizer.tokenizer.id_to_token(1)}, at which generation does not stop"
         assert (ending in caplog.text and '"eos_token" in tokenizer_config.json' in caplog.text) == warns == bool(caplog.text)
+
+
+@pytest.mark.parametrize(("options", "warned"), [({}, True), ({"text_key": "text"}, False), ({"chat": None}, False)])
+def test_texts_with_a_chat_beside_them_are_counted_unless_the_key_of_the_text_is_given(
+    tmp_path, tokenizer, many_units, caplog, options, warned
+):
+    entries = [{"text": text, "messages": _CHAT} for text in _TEXTS[:20]] + [{"text": text} for text in _TEXTS[20:]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    _prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, **{"chat": _Template(), "workers": 2} | options)
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
+    assert [text.partition(";")[0] for text in caplog.messages if "a chat" in text] == [_BOTH] * warned
+
+
+def test_a_large_text_file_which_is_one_document_is_named_with_what_to_write_instead(tmp_path, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(prepare, "_LARGE_TEXT", 1000)
+    (tmp_path / "large.txt").write_text("x" * 1001)
+    (tmp_path / "small.txt").write_text("x" * 1000)
+    write_jsonl(tmp_path / "a.jsonl", ["x" * 2000])
+    _prepare([tmp_path / name for name in ("large.txt", "small.txt", "a.jsonl")], tmp_path / "out", tokenizer)
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{tmp_path}/large.txt: 1,001 bytes are one document") and ".jsonl" in warning
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

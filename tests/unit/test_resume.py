@@ -39,7 +39,7 @@ SOURCE = Path("run/checkpoint/step-00000010")
 
 # Keys of each kind, with a value other than the run's.
 MUST_BE_ALLOWED = {"optimizer.lr": 1.0, "float8.enable": True}
-CANNOT_CHANGE = {"training.seq_len": 64, "lora.rank": 4}
+CANNOT_CHANGE = {"training.seq_len": 64, "training.document_policy": "truncate", "lora.rank": 4}
 MAY_CHANGE = {"model.flavor": "tied", "training.steps": 30, "parallelism.tensor_parallel_degree": 2, "comm.trace_buf_size": 5}
 
 

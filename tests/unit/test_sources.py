@@ -10,14 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.raw_files import write_table
 from tests.token_files import TEXTS, documents_of, write_file, write_jsonl
 from tests.waiting import PATIENCE
 from titanlite.config.schema import Config, Training
 from titanlite.data.indexed import path_of
 from titanlite.data.prepare import cache, documents, prepare
 from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.manifest import sealed
-from titanlite.data.sources import TokenSource, find, open_source, read_manifest, sources_of
+from titanlite.data.sources import TokenSource, file_faults, find, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import cache_folder
@@ -76,6 +78,24 @@ def test_a_pair_is_found_by_either_file_or_their_prefix_and_a_folder_means_its_s
         for suffix in ("", ".bin", ".idx"):
             assert find(f"{tmp_path / name}{suffix}", _KEY) == [tmp_path / name]
     assert find(str(tmp_path), _KEY) == [tmp_path / name for name in ("a.0", "a.1", "web")]
+
+
+def test_a_folder_above_those_of_tokenize_is_refused_and_text_beside_pairs_is_named(tokenized, tmp_path, assets, caplog):
+    write_jsonl(tmp_path / "a.jsonl")
+    for path in (str(tmp_path), f"{tmp_path}/**/*.json*"):
+        with pytest.raises(UserError, match=rf"{tokenized} holds token files, not text; name each such folder"):
+            find(path, _KEY)
+    folder = tmp_path / "pairs"
+    (folder / "more").mkdir(parents=True)
+    for name in ("a", "more/b"):
+        write_file(folder / name, [[1, 2]])
+    _open(folder, assets)
+    write_jsonl(folder / "c.jsonl")
+    (folder / "notes").mkdir()
+    (folder / "README.md").write_text("about the data")
+    _open(folder, assets)
+    warnings = [record.message.partition("name by itself: ")[2] for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["more", "c.jsonl, more"]
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
@@ -154,6 +174,38 @@ def test_an_interrupted_tokenization_leaves_nothing_that_looks_finished(tmp_path
     assert {entry.suffix for entry in cache_folder().glob("*tokens-*")} == {".lock", ".unfinished"}
     assert _documents(_open(path, assets)) == _expected(loaded)
     assert {entry.suffix for entry in cache_folder().glob("tokens-*")} == {".lock", ""}
+
+
+def test_a_bad_entry_of_text_is_refused_with_the_command_that_leaves_it_out_and_leaves_nothing_in_the_cache(tmp_path, assets):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(UserError, match=rf"a.jsonl, line 41: .*\n`titanlite tokenize --on-error skip .*; then {_KEY} names"):
+        _open(path, assets)
+    assert {entry.suffix for entry in cache_folder().glob("*tokens-*")} == {".lock"}
+
+
+def _chat_without_a_template(folder: Path) -> str:
+    (folder / "a.jsonl").write_text(json.dumps(_CHAT))
+    return str(folder / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("write", "fault"),
+    [
+        (lambda folder: str(write_table(folder / "a.parquet", content=["x"])), "--text-key NAME"),
+        (_chat_without_a_template, "a.jsonl, line 1: a chat, but the tokenizer's folder has no chat template"),
+        (lambda folder: str(write_jsonl(folder / "a.jsonl")), None),
+        (lambda folder: str((folder / "a.jsonl").write_text("") or folder / "a.jsonl"), None),  # the start says so
+    ],
+    ids=["another column", "chat", "sound", "empty"],
+)
+def test_a_check_reads_the_first_document_of_a_text(tmp_path, assets, write, fault):
+    path = write(tmp_path)
+    config = Config.model_validate({"training": {"dataset_path": path}, "model": {"hf_assets_path": str(assets)}})
+    found = list(file_faults(config, 4096))
+    assert len(found) == (fault is not None)
+    assert all(f'{_KEY} = "{path}": ' in each and fault in each for each in found)
+    assert not cache_folder().exists()
 
 
 def test_text_is_tokenized_again_for_another_end_of_text(tmp_path, assets):
@@ -240,6 +292,21 @@ def test_a_folder_of_tokenize_is_read_in_place(tokenized, assets, loaded, monkey
     source = _open(tokenized, assets)
     assert _documents(source) == _expected(loaded)
     assert source.fingerprint == read_manifest(tokenized)["fingerprint"]
+
+
+@pytest.mark.parametrize(("text", "append_eos", "warned"), [("a", False, True), ("a", True, False), (None, False, False)])
+def test_token_files_without_the_end_of_text_that_a_run_appends_are_named_unless_they_are_chats(
+    tmp_path, assets, caplog, text, append_eos, warned
+):
+    (assets / "chat_template.jinja").write_text(_TEMPLATE)
+    entry, folder, loaded = {"text": text} if text else _CHAT, tmp_path / "tokens", load_tokenizer(str(assets))
+    (tmp_path / "a.jsonl").write_text(json.dumps(entry))
+    options = {"append_eos": append_eos, "workers": 1, "shard_tokens": 1000, "on_error": "fail"}
+    prepare.prepare([str(tmp_path / "a.jsonl")], folder, loaded, chat=load_template(str(assets)), **options)
+    _open(folder, assets)
+    expected = f"{folder}: its texts end with nothing, not with <|endoftext|>: the model does not learn to end one; "
+    found = [record.message.startswith(expected) for record in caplog.records if record.levelname == "WARNING"]
+    assert found == [True] * warned
 
 
 def test_tokens_of_another_tokenizer_are_refused(tokenized, assets):

@@ -95,6 +95,7 @@ def test_a_rollback_leaves_samples_out_and_another_one_to_an_earlier_step_undoes
     assert [timeline.at(step)[1] for step in (5, 6, 20, 21, 30, 31, 32)] == [32, 64, 176, 184, 328, 400, 416]
     assert [segment.skipped for segment in timeline.segments] == [0, 24, 24, 80]
     assert timeline.segments[-1].read(480) == timeline.segments[0].drawn(400)
+    assert [timeline.seen(step) for step in (30, 31)] == [20 * 8 + 10 * 16, 20 * 8 + 11 * 16]
     undone = timeline.rolled_back(3, 32)
     assert [(each.first_step, each.first_sample, each.skipped) for each in undone.segments] == [(1, 0, 0), (4, 32, 8)]
 

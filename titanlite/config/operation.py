@@ -127,7 +127,8 @@ class Comm(Section):
     ON_RESUME = MAY_CHANGE
 
     init_timeout_seconds: Annotated[bounds.Seconds, _AMONG_RANKS] = 300
-    """How long a rank waits for the others until the first step is done, including data, compilation and loading."""
+    """How long a rank waits for the others until the first step is done, including compilation and loading. A node that still
+    tokenizes text or packs it has a day longer."""
     train_timeout_seconds: Annotated[bounds.Seconds, _AMONG_RANKS] = 100
     """How long a rank waits for the others in later steps. On CPUs, stages of a pipeline wait for init_timeout_seconds."""
     save_timeout_seconds: Annotated[bounds.Seconds, _WITH_CHECKPOINTS.and_when(RANKS)] = 1800

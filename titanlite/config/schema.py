@@ -40,6 +40,7 @@ _WITH_DECAY = EffectiveWhen(DECAY)
 _WITHOUT_PATHS = EffectiveWhen("training.dataset_path is not set", "training.sources is not set")
 # Keys that name a model or a text may change: resume.py compares the dimensions, the fingerprints and the shares of sources.
 _LENGTH_OF_SAMPLES = OnResume("a position in the data counts samples of that length")
+_RULE_OF_SAMPLES = OnResume("a position in the data counts samples of that policy")
 _OTHER_PARAMETERS = OnResume("the optimizer's state is that of other parameters")
 
 
@@ -101,7 +102,7 @@ class Training(Section):
     chat "messages" in each entry, or a folder of these; docs/reference/data.md lists all suffixes."""
     sources: Annotated[list[Source], ALWAYS, MAY_CHANGE] = []
     """Several data sources, each a table: [[training.sources]] with path, options, weight, epochs, name."""
-    document_policy: Annotated[Literal["pack", "best_fit", "truncate"], ALWAYS] = "pack"
+    document_policy: Annotated[Literal["pack", "best_fit", "truncate"], ALWAYS, _RULE_OF_SAMPLES] = "pack"
     """How documents become sequences. "pack": documents are concatenated and cut every seq_len tokens. "best_fit": documents
     that fit stay whole and are combined with as little padding as possible. "truncate": one document per sequence; the rest of
     a longer one is dropped."""

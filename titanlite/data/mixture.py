@@ -175,13 +175,15 @@ def open_on_every_rank(config: Config, vocabulary: int) -> tuple[Data, Data | No
         return open_data(config, vocabulary), open_data(config, vocabulary, "validation") if config.validation.enable else None
 
     data, validation = process.once_per_node(open_all)
+    with process.after_other_nodes(config.comm):
+        same = process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else ""))
     for source in [*data.sources, *(validation.sources if validation else ())]:
         if isinstance(source, OwnSource) and not source.stream:
             with process.together():
                 first = source.probe()
             if not process.same_everywhere(first):
                 raise source.fault("read(0) or the last sample differs between ranks; must be the same on all of them")
-    if not process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else "")):
+    if not same:
         raise UserError("the nodes read different data: give all nodes the same files and Python version")
     if validation is not None and validation.fingerprint == data.fingerprint:
         log.info("validation reads the training text; [validation] dataset_path names another")

@@ -13,8 +13,8 @@ import xxhash
 
 from titanlite.config.schema import Config, Source, Training
 from titanlite.data.indexed import TokenFile, path_of
-from titanlite.data.prepare.cache import default_tokenizer, open_packing, tokenized
-from titanlite.data.prepare.documents import list_inputs
+from titanlite.data.prepare.cache import default_tokenizer, first_fault, open_packing, tokenized
+from titanlite.data.prepare.documents import is_data, list_inputs
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest
 from titanlite.data.samples import Row, Rows, rows_of
 from titanlite.data.tokenizer import LoadedTokenizer, digest, load_tokenizer, tokenizer_digest
@@ -154,6 +154,8 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
         prefixes = find(str(folder), key)
     assert prefixes is not None
     files, manifest = _open_files(prefixes, folder, loaded, vocabulary)
+    if manifest is None and folder.is_dir() and (more := sorted(each.name for each in folder.iterdir() if _has_data(each))):
+        log.warning("%s: only its .bin and .idx files are read; name by itself: %s", source.path, ", ".join(more))
     if not all(stored.has_sums for file in files for stored in file.files):
         log.info("%s: has no checksums of blocks, which `titanlite tokenize` writes: damage is not detected", source.path)
     if manifest is not None:
@@ -161,6 +163,11 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
     else:
         fingerprint = digest(*(probe(stored.path) for file in files for stored in file.files))
     return TokenSource(source, name_of(source), files, fingerprint, None if manifest is None else folder)
+
+
+def _has_data(path: Path) -> bool:
+    """Whether a file or folder beside token files could be taken for a part of the data: text, or a folder of token files."""
+    return next(path.rglob("*.idx"), None) is not None if path.is_dir() else is_data(str(path))
 
 
 def _open_files(
@@ -176,6 +183,11 @@ def _open_files(
     if manifest["tokenizer"] != tokenizer_digest(loaded):
         raise UserError(f"{folder}: made with another tokenizer than that of model.hf_assets_path; name that one there")
     _check_beginning(folder, tuple(manifest["beginning_of_text"]), loaded)
+    end = manifest.get("end_of_text", loaded.end_of_text)
+    if end != loaded.end_of_text and not manifest.get("chats"):
+        theirs, ours = "nothing" if end is None else loaded.spelled([end]), loaded.spelled([loaded.end_of_text])
+        why = "the model does not learn to end one; `titanlite tokenize --append-eos` writes it"
+        log.warning("%s: its texts end with %s, not with %s: %s", folder, theirs, ours, why)
     if manifest["largest_id"] >= vocabulary:
         raise UserError(f"{folder}: has ids up to {manifest['largest_id']}, and the model's vocabulary is {vocabulary}")
     for file, shard in zip(files, manifest["shards"], strict=True):
@@ -258,15 +270,21 @@ def faults(config: Config) -> Iterator[str]:
 
 
 def file_faults(config: Config, vocabulary: int) -> Iterator[str]:
-    """Token files that cannot be used with the tokenizer and vocabulary of a configuration without `faults`."""
+    """Token files that cannot be used with the tokenizer and vocabulary of a configuration without `faults`; text whose first
+    document cannot be.
+    """
     keys = {source.path: key_of(config, section) for section in sections_of(config) for source in sources_of(config, section)}
     for path, key in keys.items():
-        if not is_part(path) and (prefixes := find(path, key)) is not None:
-            try:
+        if is_part(path):
+            continue
+        try:
+            if (prefixes := find(path, key)) is not None:
                 loaded = open_tokenizer(config.model.hf_assets_path, config.training.add_bos)
                 _open_files(prefixes, Path(path), loaded, vocabulary)
-            except UserError as error:
-                yield str(error)
+            elif fault := first_fault(path, key, config.model.hf_assets_path):
+                yield fault
+        except UserError as error:
+            yield str(error)
 
 
 def sections_of(config: Config) -> list[str]:

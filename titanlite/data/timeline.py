@@ -79,6 +79,12 @@ class Timeline(NamedTuple):
         segment = next(segment for segment in reversed(self.segments) if segment.first_step <= step)
         return segment, segment.first_sample + (step - segment.first_step) * segment.global_batch
 
+    def seen(self, step: int) -> int:
+        """The samples up to a step of the last segment, without those that rollbacks left out."""
+        ends = [*(segment.first_step for segment in self.segments[1:]), step + 1]
+        counts = ((end - each.first_step) * each.global_batch for each, end in zip(self.segments, ends, strict=True))
+        return self.segments[0].first_sample + sum(counts)
+
     def numbers(self) -> list[dict[str, Any]]:
         """For a checkpoint's manifest."""
         return [{**segment._asdict(), "sources": [each._asdict() for each in segment.sources]} for segment in self.segments]

@@ -23,6 +23,7 @@ from titanlite.launch.layout import OF_A_RANK, log_ranks, number, rank_and_world
 Result = TypeVar("Result")
 
 _REACHED_WITHIN = 10.0  # seconds for a store that is there already
+_TOKENIZING = 24 * 3600  # seconds that a node may need longer than another one; a rank that dies is noticed at once
 
 
 def set_up_logging() -> None:
@@ -116,6 +117,14 @@ def longer_than_a_step(comm: Comm, but: dist.ProcessGroup | None = None) -> Iter
     set_timeout(comm.init_timeout_seconds, but)
     yield
     set_timeout(comm.train_timeout_seconds, but)
+
+
+@contextlib.contextmanager
+def after_other_nodes(comm: Comm) -> Iterator[None]:
+    """Around the first collectives after `once_per_node`: a node with a cache of its own may tokenize for hours longer."""
+    set_timeout(_TOKENIZING)
+    yield
+    set_timeout(comm.init_timeout_seconds)
 
 
 def seed_step(seed: int, step: int, part: int) -> None:

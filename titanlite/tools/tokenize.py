@@ -50,13 +50,14 @@ def _parse() -> argparse.Namespace:
     parser = command_parser("tokenize", __doc__)
     add = parser.add_argument
     add("--input", type=nonempty, nargs="+", action="extend", required=True, metavar="GLOB",
-        help="files, folders, patterns, URLs, folders of saved datasets, hub:NAME[:CONFIG][:SPLIT]; .jsonl, .json, .csv, "
-             ".tsv and .parquet hold one document per line, entry or row, a file of text or source code is one")  # fmt: skip
+        help="files, folders, patterns, URLs, folders of saved datasets, hub:NAME[:CONFIG] or hub:NAME:[CONFIG]:SPLIT; "
+             ".jsonl, .json, .csv, .tsv and .parquet hold one document per line, entry or row, a file of text or source code "
+             "is one")  # fmt: skip
     add("--output", required=True, type=new_path, metavar="DIR", help="a new folder")
     add("--tokenizer", required=True, type=existing_folder, metavar="PATH", help="a folder with tokenizer.json")
     add("--workers", type=WholeNumber(1, 1024), default=cores(), metavar="N", help="(default: one per processor)")
-    add("--text-key", type=nonempty, default="text",
-        help='the key or column of the text (default: "text", or "messages" for a chat)')  # fmt: skip
+    add("--text-key", type=nonempty,
+        help='the key or column of the text (default: "text", or "messages" for a chat in an entry without one)')  # fmt: skip
     add("--add-bos", action=argparse.BooleanOptionalAction, help="begin each document with the beginning-of-text token of the "
         "tokenizer, as training.add_bos (default: as the tokenizer does by itself)")  # fmt: skip
     add("--append-eos", action="store_true", help="append the end-of-text id to each text")

@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -14,10 +14,12 @@ from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.documents import list_inputs, stdlib_files
+from titanlite.data.prepare.encode import render
 from titanlite.data.prepare.manifest import read_manifest
+from titanlite.data.prepare.open_files import is_url
 from titanlite.data.prepare.packing import pack_file
 from titanlite.data.prepare.prepare import prepare
-from titanlite.data.prepare.readers import BadDocument
+from titanlite.data.prepare.readers import Bad, BadDocument, Document, describe_location, read, where
 from titanlite.data.tokenizer import (
     DEFAULT_VOCABULARY,
     END_OF_TEXT,
@@ -59,13 +61,30 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
                 [path], folder, loaded, append_eos=True, workers=cores(), shard_tokens=10**9, on_error="fail",
                 chat=template, key=f"{key} =",
             )  # fmt: skip
-        except BadDocument:  # the corrected text will have another cache key
+        except BadDocument as error:  # the corrected text will have another cache key
             shutil.rmtree(unfinished_path(folder), ignore_errors=True)
-            raise
+            remedy = f"`titanlite tokenize --on-error skip --append-eos` leaves such entries out; then {key} names its output"
+            raise BadDocument(f"{error}\n{remedy}") from None
 
     folder = cache_folder() / f"tokens-{name}"
     _cached(folder, make, read_manifest)
     return folder
+
+
+def first_fault(path: str, key: str, assets: str) -> str | None:
+    """Why the first document of a text cannot be tokenized: shows a wrong column or a missing chat template before a start.
+
+    Reads local files only, of kinds that give their first document without the others.
+    """
+    part = next((part for entry in list_inputs([path], f"{key} =") for part in entry.parts), None)
+    if part is None or is_url(part.path) or part.kind in ("text", "json", "hub"):
+        return None
+    found: Any = next(read(part, "text"), None)
+    if isinstance(found, Document) and isinstance(found.content, list):
+        found = render(load_template(assets) if assets else None, found)
+    if not isinstance(found, Bad):
+        return None
+    return f'{key} = "{path}": {describe_location(*where(part, found.location))}: {found.reason}'
 
 
 def open_packing(file: TokenFile, contents: str, seq_len: int) -> Packing:

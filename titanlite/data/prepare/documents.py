@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from titanlite.data.prepare.manifest import MANIFEST
 from titanlite.data.prepare.open_files import is_url, need, open_bytes, packing_of, plain_name
 from titanlite.data.prepare.readers import HUB, InputRange, kind_of, known_kinds, open_dataset, open_hub
 from titanlite.ground.errors import UserError, listed
@@ -45,8 +46,8 @@ def list_inputs(names: list[str], key: str = "--input", warn: Callable[[str], ob
 
     A folder means all files under it that are not hidden, a pattern the files that match, a name with "://" what fsspec finds
     there. From folders and patterns, files of unknown kinds and files about the data, such as a README, are left out. A folder
-    that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the Hugging Face hub or in a local folder
-    NAME; hub:NAME::SPLIT has the default configuration, and the default split is train. "stdlib" means `stdlib_files`.
+    that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG] or hub:NAME:[CONFIG]:SPLIT is a dataset of the Hugging Face hub or
+    in a local folder NAME; the default split is train. "stdlib" means `stdlib_files`.
 
     key: the option or key that has the names. warn: called with a message that names the files left out. Raises UserError for a
     name without inputs, for a file of an unknown kind, and for an input named twice.
@@ -124,13 +125,19 @@ def _refuse_unknown(path: str, key: str) -> None:
         raise UserError(f'{key} "{path}": unknown suffix; {known_kinds()}')
 
 
+def is_data(path: str) -> bool:
+    """Whether a file of a folder has documents, by its name: of a known kind, and not about the data."""
+    return kind_of(path) is not None and plain_name(path).rpartition("/")[2].partition(".")[0] not in _ABOUT
+
+
 def _known(files: list[str], name: str, key: str, warn: Callable[[str], object], others: bool = False) -> list[str]:
     """The files of a folder or pattern that are data; `warn` gets the names of the rest. others: more inputs exist."""
-    known = [
-        file
-        for file in files
-        if kind_of(file) and plain_name(file).rpartition("/")[2].partition(".")[0] not in _ABOUT and not os.path.isdir(file)
-    ]
+    known = [file for file in files if is_data(file) and not os.path.isdir(file)]
+    for file in known:
+        above, last = os.path.split(file)
+        if last == MANIFEST and glob.glob(f"{glob.escape(above)}/*.idx"):
+            remedy = "name each such folder by itself, in training as a table of [[training.sources]]"
+            raise UserError(f'{key} "{name}": {above} holds token files, not text; {remedy}')
     left_out = sorted(set(files) - set(known))
     if more := left_out[_NAMED_AT_MOST:]:
         left_out[_NAMED_AT_MOST:] = [f"and {len(more)} more"]

@@ -72,6 +72,7 @@ class Record(FileSchema):
     tokens: list[Count]
     chats: bool
     skipped: list[Skipped]
+    beside_chats: Count = 0  # texts whose entry has a chat too
 
 
 def open_record(folder: Path) -> Record:
@@ -186,6 +187,17 @@ def _chunks(entries: Iterable[Document | Bad]) -> Iterator[list[Document | Bad]]
         yield chunk
 
 
+def render(template: "ChatTemplate | None", entry: Document) -> tuple[list[int], list[bool]] | Bad:
+    """The ids of a chat, and which of them are learned; or the reason against it."""
+    assert isinstance(entry.content, list)
+    if template is None:
+        return Bad(entry.location, "a chat, but the tokenizer's folder has no chat template")
+    try:
+        return template.encode(entry.content, entry.tools)
+    except (ValueError, TypeError) as error:  # the tokenizer raises TypeError for text that is not Unicode
+        return Bad(entry.location, f"a chat that cannot be rendered: {error}")
+
+
 class _Encoder:
     """Encodes the documents of a unit, in order, into its token file."""
 
@@ -233,6 +245,7 @@ class _Encoder:
             if isinstance(entry, Bad):
                 yield entry
             else:
+                self.record.beside_chats += entry.beside_chat
                 yield next(encoded) if isinstance(entry.content, str) else self._encode_chat(entry)
 
     def _encode_texts(self, texts: list[Document]) -> list[_Encoded | Bad]:
@@ -250,13 +263,10 @@ class _Encoder:
 
     def _encode_chat(self, entry: Document) -> _Encoded | Bad:
         beginning = self.job.beginning
-        assert isinstance(entry.content, list)
-        if self.job.chat is None:
-            return Bad(entry.location, "a chat, but the tokenizer's folder has no chat template")
-        try:
-            ids, loss = self.job.chat.encode(entry.content, entry.tools)
-        except (ValueError, TypeError) as error:  # the tokenizer raises TypeError for text that is not Unicode
-            return Bad(entry.location, f"a chat that cannot be rendered: {error}")
+        rendered = render(self.job.chat, entry)
+        if isinstance(rendered, Bad):
+            return rendered
+        ids, loss = rendered
         self.record.chats = True
         beginning = [] if ids[: len(beginning)] == beginning else beginning
         return [*beginning, *ids], np.array([False] * len(beginning) + loss, bool)

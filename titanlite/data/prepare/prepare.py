@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 _FORMAT = 1  # of the manifest
 _PLAN_FORMAT = 3  # increment it when the same plan gives other token files
 _LIMIT = 1024 * MIB  # of the plan of a million inputs: 100 MiB
+_LARGE_TEXT = 64 * MIB  # the tokenizer keeps strings and offsets of a whole text: 12 MB of Python took 1.5 GiB
+_SPLIT_IT = "that takes some 100 times as much memory; write a .jsonl file with one document per line"
+_TEXT_IS_READ = 'the text was read; without "text", the chat is. `titanlite tokenize --text-key text` does not warn'
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 
 
@@ -58,7 +61,7 @@ def prepare(
     output: Path,
     tokenizer: LoadedTokenizer,
     *,
-    text_key: str = "text",
+    text_key: str | None = None,
     append_eos: bool,
     workers: int,
     shard_tokens: int,
@@ -69,6 +72,7 @@ def prepare(
     """Writes token files and manifest.json into the new folder `output`; -> the manifest.
 
     inputs: as for `list_inputs`; key: the option or key that names them. tokenizer: each document begins with its `beginning`.
+    text_key: as for `read`; None means "text", with a warning if entries have a chat too.
     append_eos: appends the end-of-text id to each text, not to chats. workers: processes, of one thread each. shard_tokens: the
     limit of a shard; a longer document is a shard of its own. on_error: what to do with an entry that is not a document, "fail"
     or "skip"; skipped.jsonl lists skipped entries. chat: renders chats; if None, a chat is not a document.
@@ -81,12 +85,15 @@ def prepare(
     work = unfinished_path(output)
     _refuse_existing(output)
     listed = list_inputs(inputs, key, log.warning)
+    for entry in listed:
+        if entry.parts and entry.parts[0].kind == "text" and (entry.size or 0) > _LARGE_TEXT:
+            log.warning("%s: %s bytes are one document, encoded at once: %s", entry.path, f"{entry.size:,}", _SPLIT_IT)
     plan = {  # everything that determines the token files; a command that continues may change --on-error
         "format": _PLAN_FORMAT,
         "tokenizer": tokenizer_digest(tokenizer),
         "beginning of text": list(tokenizer.beginning),
         "end of text": tokenizer.end_of_text if append_eos else None,
-        "text key": text_key,
+        "text key": text_key or "text",
         "tokens of a shard": shard_tokens,
         "chat template": digest(chat.source) if chat else None,
         "inputs": _describe_inputs(listed),
@@ -101,6 +108,9 @@ def prepare(
                 if differences := _differences(plan, {**plan, "inputs": _describe_inputs(list_inputs(inputs, key))}):
                     raise UserError(f"the inputs changed while they were read: {'; '.join(differences)}")
                 _assemble(listed, records, work, plan, tokenizer)
+                both = sum(record.beside_chats for record in records.values())
+                if both and chat and not text_key:
+                    log.warning('%s entries have a text in "text" and a chat in "messages": %s', f"{both:,}", _TEXT_IS_READ)
             manifest = _hand_over(work, output)
     except OSError as error:
         remedy = KEPT if work.exists() else "name another folder"

@@ -22,7 +22,9 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import parse_json
 
 HUB = "hub:"
+_FORM_OF_HUB = "; write hub:NAME:CONFIG:SPLIT, or without a configuration as hub:HuggingFaceH4/ultrachat_200k::train_sft"
 _MESSAGES = "messages"  # the key of a chat, an alternative to a text under the default key
+_OTHER_KEY = "; `titanlite tokenize --text-key NAME` reads another"
 _TOOLS = "tools"  # beside it: the functions that the assistant may call
 _ROWS_AT_ONCE = 128  # a row may be a book
 _BYTES_AT_ONCE = 2**20
@@ -45,6 +47,7 @@ class Document(NamedTuple):
     location: int | None  # as for `where`
     content: str | list[Any]
     tools: Any = None  # of a chat, as in the file
+    beside_chat: bool = False  # a text whose entry has a chat too
 
 
 class Bad(NamedTuple):
@@ -113,7 +116,7 @@ def known_kinds() -> str:
 
 
 def open_hub(path: str) -> tuple[Any, str]:
-    """The stream of hub:NAME[:CONFIG][:SPLIT], a datasets.IterableDataset, and a digest of its version.
+    """The stream of hub:NAME[:CONFIG] or hub:NAME:[CONFIG]:SPLIT, a datasets.IterableDataset, and a digest of its version.
 
     Raises UserError where it cannot be opened.
     """
@@ -126,7 +129,8 @@ def open_hub(path: str) -> tuple[Any, str]:
         builder = datasets.load_dataset_builder(name, config or None)
         stream = builder.as_streaming_dataset(split=split or "train")
     except Exception as error:
-        raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}") from None
+        form = _FORM_OF_HUB if isinstance(error, ValueError) else ""  # no such configuration or split
+        raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}{form}") from None
     files = (builder.config.data_files or {}).get(split or "train")
     # data files have the commit of a dataset on the hub, or modification times in a folder
     versions = repr([builder.hash, getattr(files, "origin_metadata", None)])
@@ -232,7 +236,7 @@ def _csv_rows(lines: Iterator[bytes], text_key: str, delimiter: str) -> Iterator
         if not header:
             header = row
             if header and text_key not in header:
-                yield Bad(None, f'must have a column "{text_key}"; its first line has {_names(header)}')
+                yield Bad(None, f'must have a column "{text_key}"; its first line has {_names(header)}{_OTHER_KEY}')
                 return
         elif row:
             yield _csv_document(line, row, header, text_key)
@@ -307,11 +311,11 @@ def _document(location: int | None, entry: Any, text_key: str) -> Document | Bad
         return Bad(location, f"must be an object with a {_expected(text_key)}, is {_type_name(entry)}")
     text = entry.get(text_key)
     if isinstance(text, str):
-        return Document(location, text)
+        return Document(location, text, beside_chat=text_key == "text" and isinstance(entry.get(_MESSAGES), list))
     if text is None and text_key == "text" and isinstance(entry.get(_MESSAGES), list):
         return Document(location, entry[_MESSAGES], entry.get(_TOOLS))
     given = [f'"{key}" is {_type_name(entry[key])}' for key in (text_key, _MESSAGES) if key in entry]
-    return Bad(location, f"must have a {_expected(text_key)}; {', '.join(given) or 'has ' + _names(entry)}")
+    return Bad(location, f"must have a {_expected(text_key)}; {', '.join(given) or 'has ' + _names(entry) + _OTHER_KEY}")
 
 
 def _expected(text_key: str) -> str:
@@ -345,7 +349,7 @@ def _parquet(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
         columns = _columns(names, text_key)
         if not columns:
             if part.begin == 0:  # report it once per file
-                yield Bad(None, f"must have a column {_expected(text_key)}; has {_names(names)}")
+                yield Bad(None, f"must have a column {_expected(text_key)}; has {_names(names)}{_OTHER_KEY}")
             return
         sizes = [table.metadata.row_group(group).num_rows for group in range(part.end)]
         for group in range(part.begin, part.end):
@@ -406,7 +410,7 @@ def _dataset(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
     columns = _columns(data.column_names, text_key)
     if not columns:
         if part.begin == 0:
-            yield Bad(None, f"must have a column {_expected(text_key)}; has {_names(data.column_names)}")
+            yield Bad(None, f"must have a column {_expected(text_key)}; has {_names(data.column_names)}{_OTHER_KEY}")
         return
     data = data.select_columns(columns).with_format("arrow")
     for row in range(part.begin, part.end, _ROWS_AT_ONCE):
