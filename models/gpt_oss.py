@@ -201,7 +201,7 @@ def from_hf(json: dict[str, Any]) -> Config:
         n_layers=layers,
         n_heads=json["num_attention_heads"],
         n_kv_heads=json["num_key_value_heads"],
-        head_dim=json.get("head_dim") or 64,
+        head_dim=json.get("head_dim", 64) or json["hidden_size"] // json["num_attention_heads"],
         expert_dim=json["intermediate_size"],
         n_experts=experts_from_hf(json),
         top_k=json["num_experts_per_tok"],

@@ -68,7 +68,11 @@ def test_the_first_step_after_weights_were_loaded_is_the_optimizers_first(pools,
 
 
 class KeepsItsStart(torch.optim.SGD):
-    """Its state is a copy of the first weights that it gets, as in Lookahead."""
+    """Its state is a copy of the first weights that it gets, as in Lookahead. It takes parameters without their names."""
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        unnamed = [{**group, "params": [p for _, p in group["params"]]} for group in params]
+        super().__init__(unnamed, lr=lr, weight_decay=weight_decay)
 
     @torch.no_grad()
     def step(self, closure=None):

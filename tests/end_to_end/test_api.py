@@ -81,7 +81,7 @@ def test_a_run_from_tables_resumes_on_other_ranks_with_a_file_and_its_results_ar
     assert torch.equal(run.model(name="llama3").embed.weight, model.embed.weight)
     edited = {name: each | {"hash": ""} for name, each in model_source.source_of(models.llama3).items()}
     monkeypatch.setattr(model_source, "source_of", lambda module: edited)
-    with pytest.raises(ValueError, match=r"attention\.py: was edited after .* restart"):
+    with pytest.raises(ValueError, match=r"models/__init__\.py: was edited after .* restart"):
         run.generate("Line 7", name="llama3")
 
 

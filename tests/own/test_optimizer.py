@@ -112,6 +112,25 @@ def test_lists_of_parameters_and_of_state_are_not_taken_for_state_elsewhere(valu
     assert faults_of(configured("own_code:Mine")) == []
 
 
+_LATER = """                self.state[p].setdefault('kept', torch.zeros_like(p)).add_(p.grad)
+        self.kept = [each['kept'] for each in self.state.values()]
+"""
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "                p.data = p.data - group['lr'] * p.grad\n",
+        f"{MOVE}{_LATER}",
+        f"{MOVE}            group['gradients'] = [p.grad for p in group['params']]\n",
+    ],
+    ids=["new memory of parameters", "state of the first step", "gradients"],
+)
+def test_lists_that_a_step_makes_of_parameters_state_and_gradients_are_not_taken_for_state_elsewhere(step, own_module):
+    own_module(HEAD + step)
+    assert faults_of(configured("own_code:Mine")) == []
+
+
 OF_TORCH = {"SGD": {"momentum": 0.9, "nesterov": True}, "RAdam": {}, "NAdam": {"betas": [0.9, 0.99]}}
 
 

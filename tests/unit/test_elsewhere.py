@@ -135,3 +135,7 @@ def test_an_estimate_does_not_ask_for_the_gpus_and_data_of_this_machine(monkeypa
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(InterruptedError):
         estimate.main()
+    unequal = '[{path = "a", weight = 2.0}, {path = "b"}]'
+    monkeypatch.setattr("sys.argv", [*words[:4], "--training.sources", unequal])
+    with pytest.raises(UserError, match=r"training\.sources.* weight"):  # which no machine's files change
+        estimate.main()

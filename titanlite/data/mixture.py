@@ -3,9 +3,11 @@
 Nothing here has state. Which samples a step has follows from the timeline of the run, which is all that a checkpoint keeps.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,9 +177,11 @@ def open_on_every_rank(config: Config, vocabulary: int) -> tuple[Data, Data | No
         return open_data(config, vocabulary), open_data(config, vocabulary, "validation") if config.validation.enable else None
 
     data, validation = process.once_per_node(open_all)
-    with process.after_other_nodes(config.comm):
+    everything = [*data.sources, *(validation.sources if validation else ())]
+    prepared = config.training.document_policy == "best_fit" or any(map(_is_text, everything))
+    with process.after_other_nodes(config.comm) if prepared else contextlib.nullcontext():
         same = process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else ""))
-    for source in [*data.sources, *(validation.sources if validation else ())]:
+    for source in everything:
         if isinstance(source, OwnSource) and not source.stream:
             with process.together():
                 first = source.probe()
@@ -209,6 +213,11 @@ def open_data(config: Config, vocabulary: int, section: str = "training") -> Dat
     data = Data(sources, config.training, tokenizer_digest(loaded), lengths, key, loaded.spelled(loaded.beginning))
     check_labels(data)
     return data
+
+
+def _is_text(source: TokenSource | OwnSource) -> bool:
+    """Whether a node tokenizes a source, or has done so at an earlier start."""
+    return isinstance(source, TokenSource) and source.folder not in (None, Path(source.cfg.path))
 
 
 def _shares(sources: Sequence[TokenSource | OwnSource]) -> list[int]:

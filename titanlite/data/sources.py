@@ -14,13 +14,14 @@ import xxhash
 from titanlite.config.schema import Config, Source, Training
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.prepare.cache import default_tokenizer, first_fault, open_packing, tokenized
-from titanlite.data.prepare.documents import is_data, list_inputs
+from titanlite.data.prepare.documents import list_inputs
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest
 from titanlite.data.samples import Row, Rows, rows_of
 from titanlite.data.tokenizer import LoadedTokenizer, digest, load_tokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import unfinished_path
 from titanlite.ground.untrusted import open_file
+from titanlite.launch.layout import rank_and_world
 from titanlite.registry.own import is_part
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,13 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
         prefixes = find(str(folder), key)
     assert prefixes is not None
     files, manifest = _open_files(prefixes, folder, loaded, vocabulary)
-    if manifest is None and folder.is_dir() and (more := sorted(each.name for each in folder.iterdir() if _has_data(each))):
+    end = manifest.get("end_of_text", loaded.end_of_text) if manifest else loaded.end_of_text
+    if end != loaded.end_of_text and manifest and not manifest.get("chats") and rank_and_world()[0] == 0:
+        theirs, ours = "nothing" if end is None else loaded.spelled([end]), loaded.spelled([loaded.end_of_text])
+        why = "the model does not learn to end one; `titanlite tokenize --append-eos` writes it"
+        log.warning("%s: its texts end with %s, not with %s: %s", folder, theirs, ours, why)
+    inside = manifest is None and prefixes[0].parent == Path(os.path.abspath(folder))
+    if inside and (more := sorted(each.name for each in folder.iterdir() if _has_data(each))):
         log.warning("%s: only its .bin and .idx files are read; name by itself: %s", source.path, ", ".join(more))
     if not all(stored.has_sums for file in files for stored in file.files):
         log.info("%s: has no checksums of blocks, which `titanlite tokenize` writes: damage is not detected", source.path)
@@ -167,7 +174,9 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
 
 def _has_data(path: Path) -> bool:
     """Whether a file or folder beside token files could be taken for a part of the data: text, or a folder of token files."""
-    return next(path.rglob("*.idx"), None) is not None if path.is_dir() else is_data(str(path))
+    if path.name.startswith("."):
+        return False
+    return any(path.glob("*.idx")) if path.is_dir() else path.suffix in (".jsonl", ".parquet")
 
 
 def _open_files(
@@ -183,11 +192,6 @@ def _open_files(
     if manifest["tokenizer"] != tokenizer_digest(loaded):
         raise UserError(f"{folder}: made with another tokenizer than that of model.hf_assets_path; name that one there")
     _check_beginning(folder, tuple(manifest["beginning_of_text"]), loaded)
-    end = manifest.get("end_of_text", loaded.end_of_text)
-    if end != loaded.end_of_text and not manifest.get("chats"):
-        theirs, ours = "nothing" if end is None else loaded.spelled([end]), loaded.spelled([loaded.end_of_text])
-        why = "the model does not learn to end one; `titanlite tokenize --append-eos` writes it"
-        log.warning("%s: its texts end with %s, not with %s: %s", folder, theirs, ours, why)
     if manifest["largest_id"] >= vocabulary:
         raise UserError(f"{folder}: has ids up to {manifest['largest_id']}, and the model's vocabulary is {vocabulary}")
     for file, shard in zip(files, manifest["shards"], strict=True):
@@ -254,15 +258,19 @@ def tokenizer_of_run(source: Path, numbers: dict[str, Any], assets: str, option:
     return loaded
 
 
-def faults(config: Config) -> Iterator[str]:
-    """Keys that do not name data. Text is only checked to exist."""
+def key_faults(config: Config) -> Iterator[str]:
+    """Sources that do not go together, on any machine."""
     for section in sections_of(config):
         try:
-            paths = dict.fromkeys(source.path for source in sources_of(config, section) if not is_part(source.path))
+            sources_of(config, section)
         except UserError as error:
             yield str(error)
-            continue
-        for path in paths:
+
+
+def faults(config: Config) -> Iterator[str]:
+    """Keys that do not name data, without `key_faults`. Text is only checked to exist."""
+    for section in sections_of(config):
+        for path in dict.fromkeys(source.path for source in sources_of(config, section) if not is_part(source.path)):
             try:
                 find(path, key_of(config, section))
             except UserError as error:

@@ -83,7 +83,8 @@ CHECKS = (
     Check("parameters of the optimizer", lambda s: build.model_faults(s.config.optimizer, s.model), ("model",)),
     Check("balance", lambda s: balance.faults(s.config, s.model), ("model",)),
     Check("tokenizer", lambda s: tokenizer.faults(s.config, s.family.config.vocab_size), ("family",)),
-    Check("sources", lambda s: sources.faults(s.config)),
+    Check("keys of sources", lambda s: sources.key_faults(s.config)),
+    Check("sources", lambda s: sources.faults(s.config), ("keys of sources",)),
     Check("token files", lambda s: sources.file_faults(s.config, s.family.config.vocab_size), ("sources", "tokenizer")),
     Check("own data", lambda s: own.faults(s.config, s.family.config.vocab_size), ("sources", "tokenizer")),
     Check(

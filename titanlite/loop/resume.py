@@ -41,7 +41,7 @@ from titanlite.optim.adam_bf16 import REMAINDER
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule, phase_faults
 from titanlite.optim.own import make_again
-from titanlite.optim.state import run_tensors
+from titanlite.optim.state import run_tensors, trained_parameters
 from titanlite.parallel.mesh import data_rank
 from titanlite.registry.family import Family
 from titanlite.registry.own import NAMING, source_of_parts
@@ -164,7 +164,7 @@ def restore(
         begin = source, load.verified(source)
     if begin is not None:
         tensors = run_tensors(model, optimizer, loss_scale)
-        progress, schedule = load_run(*begin, run, tensors, of_other_stages(model, tensors), not own, optimizer)
+        progress, schedule = load_run(*begin, run, tensors, of_other_stages(model, tensors), not own, (optimizer, model))
         if not own and progress.step >= (steps := run.config.training.steps):
             raise UserError(f"training.steps = {steps}: {source} is at step {progress.step} already; set more steps")
         log.info("resumed from %s", begin[0])
@@ -220,10 +220,10 @@ def load_run(
     tensors: dict[str, Tensor],
     elsewhere: Collection[str] = (),
     branch: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
+    trained: tuple[torch.optim.Optimizer, torch.nn.Module] | None = None,
 ) -> tuple[Progress, Schedule]:
     """Loads one checkpoint into `tensors`. elsewhere: names that other ranks load. branch: the checkpoint is another run's.
-    optimizer: that of `tensors`.
+    trained: what `tensors` are of.
 
     Raises UserError for a checkpoint that does not fit.
     """
@@ -250,8 +250,8 @@ def load_run(
     for name in (name for name in tensors if name.startswith(WEIGHTS) and name in kept):
         if (remainder := tensors.get(f"optimizer.{name.removeprefix(WEIGHTS)}.{REMAINDER}")) is not None:
             remainder.zero_()  # it is that of the weight in the checkpoint
-    if optimizer is not None:
-        make_again(optimizer, kept)
+    if trained is not None:
+        make_again(trained[0], trained_parameters(*trained), kept)
     return progress, schedule
 
 

@@ -69,11 +69,15 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def make_again(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-    """Makes this state of an own optimizer again, from the weights that were loaded since. names: in checkpoints."""
+def make_again(optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Makes this state of an own optimizer again, from the weights that were loaded since.
+
+    trained: the optimizer's parameters by name. names: of tensors in checkpoints.
+    """
+    name_of = {p: name for name, p in trained.items()}
     for group in optimizer.param_groups if hasattr(optimizer, "titanlite_build") else []:
-        for name, p in zip(group["param_names"], group["params"], strict=True):
-            if keys := [key for key in optimizer.state[p] if f"optimizer.{name}.{key}" in names]:
+        for p in group["params"]:
+            if keys := [key for key in optimizer.state[p] if f"optimizer.{name_of[p]}.{key}" in names]:
                 made = _state_of(optimizer.titanlite_build, group, p)  # type: ignore[attr-defined]
                 for key in keys:
                     optimizer.state[p][key].copy_(made[key])
@@ -156,9 +160,7 @@ def faults(groups: Groups, cfg: Optimizer) -> Iterator[str]:
 def _of_steps(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """What three steps show: with zero gradients, with others, and with a rate of 0."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [value for p in every for value in optimizer.state.get(p, {}).values()]
-    known = {_storage(value) for value in [*every, *state] if isinstance(value, Tensor)}
-    draw, hidden = torch.Generator().manual_seed(0), _hidden(optimizer, known)
+    draw, hidden, known = torch.Generator().manual_seed(0), _hidden(optimizer), _known(optimizer, every)
     for size in (0.0, 1.0):
         for p in every:
             p.grad = torch.randn(p.shape, generator=draw) * size
@@ -167,7 +169,8 @@ def _of_steps(optimizer: torch.optim.Optimizer) -> Iterator[str]:
             yield f"gives NaN or infinity for {'zero' if size == 0 else 'normally distributed'} gradients"
             return
     yield from next(filter(None, (list(_state_faults(p, optimizer.state[p])) for p in every)), [])
-    if changed := [name for name, value in _hidden(optimizer, known).items() if value != hidden.get(name)]:
+    known += _known(optimizer, every)  # the tensors themselves, so that no other one has their memory
+    if changed := _changed(hidden, _hidden(optimizer), {_storage(value) for value in known}):
         yield f"changes {', '.join(changed)} in its step, which no checkpoint holds; keep it in self.state[parameter]"
     if others := [key for key in optimizer.state if all(key is not p for p in every)]:
         yield f"has state for {others[0]!r}, which is no parameter; checkpoints hold the state of parameters"
@@ -188,21 +191,38 @@ def _stand_in(parameter: Tensor) -> Tensor:
     return torch.ones([min(size, 2 + number) for number, size in enumerate(parameter.shape)], dtype=parameter.dtype)
 
 
-def _hidden(optimizer: torch.optim.Optimizer, known: set[int]) -> dict[str, str]:
-    """The numbers and tensors that an optimizer keeps outside of its state, also in lists and dicts. known: storages of
-    others."""
+def _known(optimizer: torch.optim.Optimizer, every: list[Tensor]) -> list[Tensor]:
+    """Tensors that an optimizer may have lists of: parameters, gradients, state."""
+    state = [value for p in every for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor)]
+    return [*(p.detach() for p in every), *(p.grad for p in every if p.grad is not None), *state]
+
+
+_Leaf = tuple[int | None, str]  # the storage of a tensor, None of a number; its value
+
+
+def _hidden(optimizer: torch.optim.Optimizer) -> dict[str, list[_Leaf]]:
+    """The numbers and tensors that an optimizer keeps outside of its state, also in lists and dicts."""
     found = {f"self.{key}": value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
     for group in optimizer.param_groups:
-        found |= {f'group["{key}"]': value for key, value in group.items()}
-    return {name: repr(inside) for name, value in found.items() if (inside := [*_leaves(value, known)])}
+        found |= {f'group["{key}"]': value for key, value in group.items() if key != "params"}
+    return {name: [*_leaves(value)] for name, value in found.items()}
 
 
-def _leaves(value: Any, known: set[int]) -> Iterator[int | float | Tensor]:
+def _leaves(value: Any) -> Iterator[_Leaf]:
     if isinstance(value, (MutableSequence, tuple, Mapping)):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(each, known)
-    elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and _storage(value) not in known):
-        yield value
+            yield from _leaves(each)
+    elif isinstance(value, (int, float, Tensor)):
+        yield _storage(value) if isinstance(value, Tensor) else None, repr(value)
+
+
+def _changed(before: dict[str, list[_Leaf]], now: dict[str, list[_Leaf]], known: set[int]) -> list[str]:
+    """The names whose numbers or tensors differ, those with known storages apart."""
+
+    def own_values(leaves: list[_Leaf]) -> list[str]:
+        return [value for storage, value in leaves if storage not in known]
+
+    return [name for name, leaves in now.items() if own_values(leaves) != own_values(before.get(name, []))]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -347,7 +347,7 @@ def begin_before(
         try:
             tensors = run_tensors(*state)
             others, found = of_other_stages(run.model, tensors), load.verified(source)
-            return run, *load_run(source, found, setting, tensors, others, optimizer=run.optimizer)
+            return run, *load_run(source, found, setting, tensors, others, trained=(run.optimizer, run.model))
         except Damaged as error:
             log.warning("not used: %s", error)
         except Unread:

@@ -158,6 +158,14 @@ def test_a_changed_key_gives_the_logits_of_transformers_or_is_refused(tmp_path, 
     assert equal > 100 * share - 1 and refused > 5
 
 
+def test_a_missing_head_dim_of_gpt_oss_is_that_of_transformers(tmp_path):
+    description = FAMILIES["gpt_oss"].to_hf() | {"num_attention_heads": 8, "num_key_value_heads": 4}
+    del description["head_dim"]
+    for more, width in ({}, AutoConfig.for_model("gpt_oss").head_dim), ({"head_dim": None}, description["hidden_size"] // 8):
+        (tmp_path / "config.json").write_text(json.dumps(description | more))
+        assert recognize(tmp_path).family.config.head_dim == width
+
+
 def test_a_missing_rank_of_queries_is_that_of_transformers(tmp_path):
     """Without it, they were projected without a latent: another model, which a run without published weights trains."""
     description = FAMILIES["deepseek_v3"].to_hf()

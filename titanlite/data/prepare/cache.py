@@ -19,7 +19,7 @@ from titanlite.data.prepare.manifest import read_manifest
 from titanlite.data.prepare.open_files import is_url
 from titanlite.data.prepare.packing import pack_file
 from titanlite.data.prepare.prepare import prepare
-from titanlite.data.prepare.readers import Bad, BadDocument, Document, describe_location, read, where
+from titanlite.data.prepare.readers import HUB, Bad, BadDocument, Document, describe_location, read, where
 from titanlite.data.tokenizer import (
     DEFAULT_VOCABULARY,
     END_OF_TEXT,
@@ -63,8 +63,7 @@ def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
             )  # fmt: skip
         except BadDocument as error:  # the corrected text will have another cache key
             shutil.rmtree(unfinished_path(folder), ignore_errors=True)
-            remedy = f"`titanlite tokenize --on-error skip --append-eos` leaves such entries out; then {key} names its output"
-            raise BadDocument(f"{error}\n{remedy}") from None
+            raise BadDocument(f"{error}\n{_skipping(key)}") from None
 
     folder = cache_folder() / f"tokens-{name}"
     _cached(folder, make, read_manifest)
@@ -76,15 +75,21 @@ def first_fault(path: str, key: str, assets: str) -> str | None:
 
     Reads local files only, of kinds that give their first document without the others.
     """
+    if is_url(path) or path.startswith(HUB):
+        return None
     part = next((part for entry in list_inputs([path], f"{key} =") for part in entry.parts), None)
-    if part is None or is_url(part.path) or part.kind in ("text", "json", "hub"):
+    if part is None or part.kind in ("text", "json"):
         return None
     found: Any = next(read(part, "text"), None)
     if isinstance(found, Document) and isinstance(found.content, list):
         found = render(load_template(assets) if assets else None, found)
     if not isinstance(found, Bad):
         return None
-    return f'{key} = "{path}": {describe_location(*where(part, found.location))}: {found.reason}'
+    return f'{key} = "{path}": {describe_location(*where(part, found.location))}: {found.reason}; {_skipping(key)}'
+
+
+def _skipping(key: str) -> str:
+    return f"`titanlite tokenize --on-error skip --append-eos` leaves such entries out; then {key} names its output"
 
 
 def open_packing(file: TokenFile, contents: str, seq_len: int) -> Packing:

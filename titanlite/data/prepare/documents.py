@@ -136,7 +136,9 @@ def _known(files: list[str], name: str, key: str, warn: Callable[[str], object],
     for file in known:
         above, last = os.path.split(file)
         if last == MANIFEST and glob.glob(f"{glob.escape(above)}/*.idx"):
-            remedy = "name each such folder by itself, in training as a table of [[training.sources]]"
+            remedy = "name each such folder by itself, as a table of [[training.sources]]"
+            if key == "--input":
+                remedy = "leave it out: name the files of the text, or a pattern such as folder/*.jsonl"
             raise UserError(f'{key} "{name}": {above} holds token files, not text; {remedy}')
     left_out = sorted(set(files) - set(known))
     if more := left_out[_NAMED_AT_MOST:]:

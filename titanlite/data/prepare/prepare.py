@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,6 +98,7 @@ def prepare(
         "chat template": digest(chat.source) if chat else None,
         "inputs": _describe_inputs(listed),
     }
+    ends = tokenizer.ends if chat else frozenset()  # of files that may be broken: before the work
     try:
         work.mkdir(parents=True, exist_ok=True)
         with _locked(work):
@@ -116,22 +117,22 @@ def prepare(
         remedy = KEPT if work.exists() else "name another folder"
         raise UserError(f"{error.filename or work}: cannot be written: {error.strerror}; {remedy}") from None
     if chat and manifest["chats"]:
-        _warn_of_end(chat, tokenizer)
+        _warn_of_end(chat, tokenizer, ends)
     return manifest
 
 
-def _warn_of_end(chat: "ChatTemplate", tokenizer: LoadedTokenizer) -> None:
-    """Warns where the model learns to end its turns with a token at which nobody stops generating."""
+def _warn_of_end(chat: "ChatTemplate", tokenizer: LoadedTokenizer, ends: Collection[int]) -> None:
+    """Warns where a turn that the model learns has no token at which generation stops. ends: the ids of those."""
     try:
         ids, learned = chat.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     except ValueError:  # a template that needs other messages
         return
-    last = [number for number, counts in zip(ids, learned, strict=True) if counts][-1:]
-    if not tokenizer.ends.issuperset(last):
+    said = [number for number, counts in zip(ids, learned, strict=True) if counts]
+    if not any(number in ends for number in said):
         log.warning(
-            "%s: the last token that the loss counts in a turn of a chat is %s, at which generation does not stop: name the "
-            'token that ends turns, as "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json',
-            tokenizer.source, tokenizer.spelled(last),
+            "%s: generation stops at no token that the loss counts in a turn of a chat, %s: name the token that ends turns, as "
+            '"eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json',
+            tokenizer.source, tokenizer.spelled(said),
         )  # fmt: skip
 
 
