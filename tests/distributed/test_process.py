@@ -12,8 +12,9 @@ from tests.distributed.pool import Pool
 from tests.distributed.scenarios import mesh_of
 from tests.waiting import until
 from titanlite.config.operation import Comm
-from titanlite.config.schema import Config, Training
+from titanlite.config.schema import Config, Source, Training
 from titanlite.data import mixture
+from titanlite.data.sources import TokenSource
 from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
 from titanlite.launch.process import once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
@@ -131,7 +132,8 @@ def open_with_a_slow_node() -> list[float]:
 
     def open_data(*_: object) -> SimpleNamespace:
         time.sleep(3 * dist.get_rank())
-        return SimpleNamespace(sources=[], fingerprint="the same")
+        text = TokenSource(Source(path="text.txt"), "text", [], "the same", Path("cache"))
+        return SimpleNamespace(sources=[text], fingerprint="the same")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")
