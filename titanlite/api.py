@@ -31,6 +31,7 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.run_files import CONFIG, METRICS, read_reports
 from titanlite.hf.export import Exported
 from titanlite.inference.generate import Sampling, continue_texts
+from titanlite.registry.family import module_name
 from titanlite.registry.source import edited_file
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.open_model import build
@@ -194,7 +195,7 @@ class Run:
     def _opened(self, checkpoint: str | Path | None, name: str, assets: str | Path) -> Exported:
         stored = Stored(Path(checkpoint) if checkpoint else self.checkpoints()[-1])
         named = name or stored.manifest.numbers["config"].get("model", {}).get("name", "")
-        imported = sys.modules.get(named if "." in named else f"models.{named}")
+        imported = sys.modules.get(module_name(named))
         if imported and (file := edited_file(imported)):
             remedy = "restart it (in a notebook, its kernel), since Python does not import a module again"
             raise UserError(f"{file}: was edited after this process had imported it; {remedy}")

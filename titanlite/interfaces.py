@@ -145,8 +145,8 @@ class Hooks(Protocol):
         ...
 
     def at_save(self, step: int, folder: Path) -> None:
-        """After a checkpoint was written. folder: its final path; with checkpoint.async_mode it appears later. The other
-        ranks wait in their next step for at most comm.train_timeout_seconds: work that takes longer belongs in a thread."""
+        """After a checkpoint was written. folder: its final path; with checkpoint.async_mode it appears later. The next step
+        of the other ranks fails after comm.train_timeout_seconds: work that takes longer belongs in a thread."""
         ...
 
 

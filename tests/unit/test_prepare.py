@@ -158,6 +158,18 @@ def test_a_chat_whose_turns_end_where_no_generation_stops_is_a_warning(tmp_path,
         _prepare(path, tmp_path / f"out{number}", tokenizer._replace(source=str(folder / "tokenizer.json")), chat=_Template())
         ending = "generation stops at no token that the loss counts in a turn of a chat"
         assert (ending in caplog.text and '"eos_token" in tokenizer_config.json' in caplog.text) == warns == bool(caplog.text)
+    caplog.clear()
+    named = tokenizer._replace(source=str(folder / "tokenizer.json"))
+    _prepare(path, tmp_path / "line ends", named, chat=_WithLineEnds())
+    assert caplog.text == ""
+
+
+class _WithLineEnds(_Template):
+    """A learned line end follows the token that ends the assistant's turn."""
+
+    def encode(self, messages: list[dict[str, str]], tools: Any = None) -> tuple[list[int], list[bool]]:
+        ids, learned = super().encode(messages, tools)
+        return [*ids, 2], [*learned, True]
 
 
 @pytest.mark.parametrize(("options", "warned"), [({}, True), ({"text_key": "text"}, False), ({"chat": None}, False)])

@@ -196,10 +196,15 @@ def import_named(setting: str, dotted: str, remedy: str) -> ModuleType:
         raise BrokenModule(f"{setting}: importing {dotted} failed ({location_of(error)}): {error!r}") from error
 
 
+def module_name(name: str) -> str:
+    """The module that `model.name` names: one of models/, or a dotted name."""
+    return name if "." in name else f"models.{name}"
+
+
 def load_module(name: str) -> ModuleType:
     """The module of a family, with all parts of the interface. Raises UserError, or BrokenModule, which is one."""
     families = ", ".join(family_names())
-    dotted = name if "." in name else f"models.{name}"
+    dotted = module_name(name)
     if not all(part.isidentifier() for part in dotted.split(".")):
         raise UserError(f"model.name = {name!r}: must be one of {families}, or a dotted module name")
     here = f"models/ has: {families}; for a module of your own give its dotted name, importable from here"

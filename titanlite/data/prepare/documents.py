@@ -125,14 +125,14 @@ def _refuse_unknown(path: str, key: str) -> None:
         raise UserError(f'{key} "{path}": unknown suffix; {known_kinds()}')
 
 
-def is_data(path: str) -> bool:
+def _is_data(path: str) -> bool:
     """Whether a file of a folder has documents, by its name: of a known kind, and not about the data."""
     return kind_of(path) is not None and plain_name(path).rpartition("/")[2].partition(".")[0] not in _ABOUT
 
 
 def _known(files: list[str], name: str, key: str, warn: Callable[[str], object], others: bool = False) -> list[str]:
     """The files of a folder or pattern that are data; `warn` gets the names of the rest. others: more inputs exist."""
-    known = [file for file in files if is_data(file) and not os.path.isdir(file)]
+    known = [file for file in files if _is_data(file) and not os.path.isdir(file)]
     for file in known:
         above, last = os.path.split(file)
         if last == MANIFEST and glob.glob(f"{glob.escape(above)}/*.idx"):
