@@ -10,6 +10,7 @@ the tensor is freed.
 
 import argparse
 import ctypes
+import gc
 import os
 import random
 import statistics
@@ -105,6 +106,7 @@ def measure(device: torch.device, config: Config, steps: int, mapped: bool = Fal
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)
     small = {**config.model.overrides, "dim": 64, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 512}
     train(device, config.model_copy(update={"model": config.model.model_copy(update={"overrides": small})}), 2)
+    gc.collect()  # the tiny run's model, which would otherwise be freed during the other one
     before = _resident("VmRSS")
     seconds, cpu = train(device, config, steps)
     return seconds, cpu, _resident("VmHWM") - before

@@ -75,11 +75,13 @@ def train(
     device: torch.device,
     started: float,
     lock: RunLock | None = None,
+    at_error: contextlib.ExitStack | None = None,
 ) -> bool:
     """Trains from the newest checkpoint, or from step 0, to `training.steps`; returns whether it was stopped before that.
 
     validation: the data of [validation], or None where that is not enabled.
     started: time.perf_counter() of the program's start; the first report says how long the start took. lock: of rank 0.
+    at_error: what a process that ends after an error closes before.
     Raises UserError when a loss or gradient stops being finite.
     """
     given, config = config, config.settled(Hardware(device.type == "cuda"))
@@ -93,6 +95,8 @@ def train(
     if config.checkpoint.enable:
         check_shared(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
+        if at_error is not None:
+            at_error.callback(saver.wait)  # os._exit ends the thread that writes
     stop, own_code = Stop(config.job.time_limit_minutes), OwnCode(config)
     group_of_saver = saver.group if saver else None  # a group that keeps its timeout
     longer_than_a_step = functools.partial(process.longer_than_a_step, config.comm, group_of_saver)
@@ -281,7 +285,7 @@ def main(config: Config | None = None) -> None:
     rank, world = process.rank_and_world()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun or our launcher; another one may be a shell that does not stay
         children.end_with_parent()  # no rank outlives the launcher
-    patience = _PATIENCE
+    patience, at_error = _PATIENCE, contextlib.ExitStack()
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
@@ -304,7 +308,7 @@ def main(config: Config | None = None) -> None:
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         data, validation = open_on_every_rank(config, family.config.vocab_size)
         mesh = build_mesh(degrees, device.type)
-        stopped = train(config, data, validation, mesh, device, started, lock)
+        stopped = train(config, data, validation, mesh, device, started, lock, at_error)
         dist.destroy_process_group()
         stacks.close_dump()
     except UserError as error:
@@ -317,5 +321,10 @@ def main(config: Config | None = None) -> None:
         code = stacks.report(error, patience)
     else:
         sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)
+    if code != stacks.ECHO:  # a rank that has lost another one might wait for its save in vain
+        try:
+            at_error.close()
+        except Exception as error:
+            stacks.report(error)
     sys.stderr.flush()
     os._exit(code)  # sys.exit would wait for ranks that are in a collective; the launcher ends them

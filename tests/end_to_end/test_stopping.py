@@ -124,6 +124,16 @@ def test_a_signal_before_ranks_start_ends_the_run_with_the_code_for_a_restart(fo
     assert finish(started).code == 75
 
 
+def test_a_checkpoint_that_is_being_written_when_a_rank_fails_is_committed(failing):
+    slowly = "\n\nimport time\nfrom titanlite.checkpoint import storage\n_write = storage.Writer.write_data\n"
+    slowly += "storage.Writer.write_data = lambda *given: time.sleep(2) or _write(*given)\n"
+    with open(failing / "own/model.py", "a") as file:
+        file.write(slowly)
+    keys = "--checkpoint.interval=2", "--checkpoint.async_mode=async"
+    ended = train("run.toml", *keys, folder=failing, ranks=2, WAY_1="raises")
+    assert "the culprit" in ended.err and checkpoints(failing) == [2], ended.err
+
+
 def test_a_second_signal_ends_a_run_at_once(failing):
     started = launch("run.toml", *ENDLESS, folder=failing, NGPU="2", WAY_1="hangs", **SLOWLY)
     wait_until((failing / "marker").exists, started)
