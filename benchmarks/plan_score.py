@@ -103,9 +103,8 @@ def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) ->
     mesh, device = run.mesh, device_of(run, known)
     assert device and run.micro_batch
     stages = mesh.pp * (mesh.vpp or STAGES_OF_A_RANK.get(mesh.schedule, 1))
-    choice = Choice(
-        mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep, mesh.schedule, run.micro_batch, run.recompute
-    )
+    degrees = mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep
+    choice = Choice(*degrees, mesh.schedule, run.micro_batch, run.recompute, reshard=run.zero in (None, 3))
     shape = shape_of(run, models)
     job = Job(
         shape,
@@ -117,7 +116,6 @@ def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) ->
         # PyTorch's default where a source does not say; the kernels of Megatron and Transformer Engine (TE) are fused
         compiled=run.framework.startswith("Megatron") or run.detail.startswith("TE") if run.compile is None else run.compile,
         async_tp=bool(run.async_tp),
-        reshard=run.zero in (None, 3),
         weight_bytes=2 if run.parameters == "bfloat16" else 4,
         state_bytes=4 if run.parameters == "bfloat16" else 8,
         reduce_bytes=2 if run.gradient_reduction == "bfloat16" else 4,

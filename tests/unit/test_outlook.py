@@ -1,6 +1,7 @@
 """Predicted and measured speed: the named cause, the steps that count, and runs without a prediction."""
 
 import logging
+import random
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from titanlite.loop.metrics import Clock
 from titanlite.plan import outlook
 from titanlite.plan.job import choice_of, job_of
 from titanlite.plan.outlook import Measured, Outlook, Predicted, entry, peak_flops, verdict
+from titanlite.plan.search import choices, keys_of
 from titanlite.plan.time import Choice, devices, peak_flops_of, step
 
 PREDICTED = Predicted(seconds=1.0, memory=100.0, error=0.2)
@@ -116,9 +118,10 @@ def test_other_devices_and_ranks_log_nothing_and_an_unreadable_fork_logs_the_rea
 
 
 def test_the_mesh_of_a_configuration_is_what_the_plan_chooses_from():
-    keys = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 4, "pipeline_parallel_schedule": "Interleaved1F1B"}
-    config = config_of(parallelism=keys, activation_checkpoint={"mode": "full"})
-    assert choice_of(config, 32) == Choice(pp=2, dp_shard=4, tp=4, schedule="Interleaved1F1B", microbatch=4, recompute="full")
+    config = config_of()
+    every = [*choices(job_of(config, "h200", 8, 64), 32)]
+    for choice in random.Random(0).sample(every, 100):
+        assert choice_of(config.with_keys(keys_of(choice)), 32) == choice
 
 
 def test_a_run_prints_one_line_after_its_20th_step(caplog, monkeypatch, group_of_one, tmp_path):

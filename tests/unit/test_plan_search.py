@@ -70,6 +70,11 @@ FAULTS = {
         EXPERTS._replace(ep=32, ep_node=8),
         {"ep_node": 1},
     ),
+    "gathered twice over a slow network": (
+        slow_network(OF_8B),
+        ALL_SHARDS._replace(dp_shard=64, microbatch=1, reshard=False),
+        {"reshard": True},
+    ),
     "replicas that do not fit": (OF_8B, ALL_SHARDS, {"dp_shard": 1, "dp_replicate": 8}),
 }
 

@@ -78,7 +78,6 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         float8=config.float8.enable,
         compiled=config.compile.enable and "model" in config.compile.components,
         async_tp=config.parallelism.enable_async_tensor_parallel,
-        reshard=config.parallelism.fsdp_reshard_after_forward != "never",
         weight_bytes=DTYPES[training.dtype].itemsize,
         state_bytes=sum(p.numel() * state_bytes(name, p, config.optimizer) for name, p in parameters) / values,
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
@@ -101,6 +100,7 @@ def choice_of(config: Config, ranks: int) -> Choice:
         microbatch=config.training.local_batch_size,
         recompute=mode,
         ep_node=cfg.expert_parallel_node_size,
+        reshard=cfg.fsdp_reshard_after_forward != "never",
     )
 
 

@@ -71,13 +71,14 @@ def choices(job: Job, ranks: int) -> Iterator[Choice]:
 
 def _passes(job: Job, mesh: Choice) -> Iterator[Choice]:
     share = job.global_batch // mesh.replicas
+    keeps = (True, False) if mesh.pp == 1 < mesh.dp_shard * mesh.cp else (True,)  # stages keep what they have gathered
     for schedule in _SCHEDULES if mesh.pp > 1 else _SCHEDULES[:1]:
         stages = STAGES_OF_A_RANK[schedule]
         for microbatch in _divisors(share, _LARGEST) if mesh.pp * stages <= job.shape.depth else ():
             microbatches = share // microbatch
             if mesh.pp == 1 or (microbatches >= mesh.pp and (stages == 1 or microbatches % mesh.pp == 0)):
-                for recompute in RECOMPUTE:
-                    yield mesh._replace(schedule=schedule, microbatch=microbatch, recompute=recompute)
+                for recompute, reshard in itertools.product(RECOMPUTE, keeps):
+                    yield mesh._replace(schedule=schedule, microbatch=microbatch, recompute=recompute, reshard=reshard)
 
 
 @functools.cache
@@ -86,17 +87,19 @@ def _divisors(number: int, largest: int = sys.maxsize) -> list[int]:
 
 
 SCHEDULE, NODE_SIZE = "parallelism.pipeline_parallel_schedule", "parallelism.expert_parallel_node_size"
+RESHARD = "parallelism.fsdp_reshard_after_forward"
 CHOSEN = {  # the keys that a choice sets -> its fields
     **{f"parallelism.{DEGREES[name]}": name for name in Choice._fields[:6]},
     **{"training.local_batch_size": "microbatch", "activation_checkpoint.mode": "recompute"},
-    **{SCHEDULE: "schedule", NODE_SIZE: "ep_node"},
+    **{SCHEDULE: "schedule", NODE_SIZE: "ep_node", RESHARD: "reshard"},
 }
 
 
 def keys_of(choice: Choice) -> dict[str, Any]:
-    """The keys that a choice sets; the schedule only with a pipeline, the size of a node only with split experts."""
-    without = {SCHEDULE: choice.pp == 1, NODE_SIZE: choice.ep == 1}
-    return {key: getattr(choice, field) for key, field in CHOSEN.items() if not without.get(key, False)}
+    """The keys that a choice sets; without those that have no effect on its mesh."""
+    without = {SCHEDULE: choice.pp == 1, NODE_SIZE: choice.ep == 1, RESHARD: choice.dp_shard * choice.cp == 1}
+    values = choice._asdict() | {"reshard": "default" if choice.reshard else "never"}
+    return {key: values[field] for key, field in CHOSEN.items() if not without.get(key, False)}
 
 
 def name_of(choice: Choice) -> str:
@@ -105,7 +108,8 @@ def name_of(choice: Choice) -> str:
     mesh = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "1 rank"
     parts = [mesh, *_experts(choice), f"microbatch {choice.microbatch}"]
     schedule = [choice.schedule] if choice.pp > 1 else []
-    return ", ".join([*parts, *schedule, f"recompute {choice.recompute}"])
+    kept = [] if choice.reshard else ["no reshard"]
+    return ", ".join([*parts, *schedule, f"recompute {choice.recompute}", *kept])
 
 
 def _experts(choice: Choice) -> list[str]:

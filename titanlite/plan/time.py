@@ -121,6 +121,7 @@ class Choice(NamedTuple):
     microbatch: int = 1
     recompute: str = "none"  # "selective" or "full"
     ep_node: int = 1  # ranks of a node, to which a token is sent once (parallelism.expert_parallel_node_size)
+    reshard: bool = True  # without a pipeline, parameters are gathered for the backward pass again (ZeRO-3)
 
     @property
     def replicas(self) -> int:
@@ -163,7 +164,6 @@ class Job(NamedTuple):
     float8: bool = False
     compiled: bool = True
     async_tp: bool = False
-    reshard: bool = True  # parameters are gathered for the backward pass again (ZeRO-3)
     weight_bytes: int = 4  # of a value of the parameters that the optimizer updates
     state_bytes: float = 8.0  # that the optimizer and an EMA keep for a parameter's value, on average
     reduce_bytes: int = 4  # of a gradient while it is reduced
@@ -354,11 +354,11 @@ def step(job: Job, choice: Choice) -> Seconds:
         gathers, reduces = gathers + often * gather, reduces + often * reduce
         if not once:
             out, into = copied(job, layer, choice)
-            fsdp += often * (out * (1 + job.reshard) + into)
+            fsdp += often * (out * (1 + choice.reshard) + into)
             # gloo takes the processors that compute: nothing is hidden there
             busy = 0.0 if device.cpu_ranks else ahead.matmuls + ahead.elementwise + attention / 3
             behind = busy * (2 + again) + (0.0 if device.cpu_ranks else ahead.tp)
-            fsdp += often * (overlapped(gather, busy) + overlapped((gather if job.reshard else 0.0) + reduce, behind))
+            fsdp += often * (overlapped(gather, busy) + overlapped((gather if choice.reshard else 0.0) + reduce, behind))
     parts[0] += shape.others * tokens / choice.tp / (job.peak * device.matmul)
     head = 3 * matmul(job, tokens, shape.vocab / choice.tp, shape.dim)
     logits = _LOGITS * tokens * shape.vocab / choice.tp / (device.memory_gb_per_second * 1e9)
@@ -423,5 +423,5 @@ def memory(job: Job, choice: Choice) -> float:
         held = passes_ahead(choice.schedule, choice.pp, microbatches, stages.of_rank) / stages.of_rank
         return states + kept * held + widest + gathered * (job.item + job.reduce_bytes)
     head = (job.item + 2 * job.reduce_bytes) * shape.dim * shape.vocab / choice.tp
-    stay = 0.0 if job.reshard or choice.dp_shard * choice.cp == 1 else gathered * job.item
+    stay = 0.0 if choice.reshard or choice.dp_shard * choice.cp == 1 else gathered * job.item
     return states + kept + stay + max(widest, head) + 2 * 2**30

@@ -4,10 +4,11 @@ titanlite plan --calibrate FILE.toml [--ranks N] [--minutes 2]
 
 Predicts the time of a step on every mesh of N GPUs that the model and the global batch allow, and prints the fastest that fit,
 or, with --objective memory, those that hold the least. It chooses the degrees of the mesh, the schedule of a pipeline,
-training.local_batch_size and activation_checkpoint.mode; everything else is the configuration's. `titanlite check` has accepted
-each mesh that is printed, and the memory of the first is that of `titanlite estimate`. Speeds are predictions: the last line
-says how far they have been from published runs. --output writes the first mesh as a file whose base is CONFIG.toml, --trace
-its step as a file for ui.perfetto.dev. --calibrate measures this machine and writes a file for --device.
+training.local_batch_size, activation_checkpoint.mode and parallelism.fsdp_reshard_after_forward; everything else is the
+configuration's. `titanlite check` has accepted each mesh that is printed, and the memory of the first is that of `titanlite
+estimate`. Speeds are predictions: the last line says how far they have been from published runs. --output writes the first
+mesh as a file whose base is CONFIG.toml, --trace its step as a file for ui.perfetto.dev. --calibrate measures this machine and
+writes a file for --device.
 
 Exit code 0 with a mesh, 1 when none fits, 2 for a fault of the configuration.
 """
