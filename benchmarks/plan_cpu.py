@@ -5,7 +5,7 @@ Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with
 its shortest step, since other programs only slow steps down. They affect CPU time less, but on several ranks it excludes
 waiting. Memory is the growth of a rank's resident size from before the model is built to its peak, measured twice: with
 glibc's default, which keeps freed blocks, and with a separate mapping for each tensor from 64 KiB on, which is returned when
-the tensor is freed.
+the tensor is freed, and without the buffers that MKL keeps.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import gc
 import os
 import random
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,8 +125,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", choices=[1, 2, 4], default=[1, 2, 4])
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--mapped", type=int, nargs=2, metavar=("RUN", "RANKS"), help="only a run's bytes, with the mappings")
     words = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # so that the threads of a rank are the same on any number of ranks
+    if words.mapped:
+        number, ranks = words.mapped
+        print(on_ranks(ranks, measure, drawn(number).config(ranks), 3, True)[2])
+        return
     titles = "run | ranks | step, ms | CPU ms | predicted | error | of CPU ms | MiB | mapped, MiB | predicted | error"
     titles += " | GFLOP/s | load"
     lines = [f"| {titles} |", "| - " * 13 + "|"]
@@ -140,7 +147,9 @@ def main() -> None:
                 choice = Choice(microbatch=run.microbatch, recompute=run.recompute, **run.degrees(ranks))
                 turns.append((step(uncompiled_job(config, device), choice).total, found, device))
             expected, found, device = sorted(turns, key=lambda turn: turn[0] / turn[1].seconds)[_TURNS // 2]
-            mapped = Measured(*on_ranks(ranks, measure, config, 3, True)).held
+            command = [sys.executable, "-m", "benchmarks.plan_cpu", "--mapped", str(number), str(ranks)]
+            without = os.environ | {"MKL_DISABLE_FAST_MM": "1"}  # MKL's buffers; it reads the variable when it is loaded
+            mapped = int(subprocess.run(command, env=without, stdout=subprocess.PIPE, check=True).stdout)
             load, size = os.getloadavg()[0], predicted(config, ranks, "cpu")
             pair = {"step": expected / found.seconds, "CPU time": expected / found.cpu, "memory": size / mapped}
             for name, ratio in pair.items():
