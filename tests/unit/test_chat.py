@@ -1,6 +1,7 @@
 """Chats become the same tokens as in transformers, and only the assistant's text is learned."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,36 @@ def test_a_template_ends_turns_with_the_end_of_texts_where_the_settings_name_non
     template = "{% for m in messages %}" + turn + "{% endfor %}"
     chat = load_template(write(tmp_path, template, byte_level(), eos_token=None, bos_token=None))
     assert said(chat, CHATS["one turn"]) == ["It is 4.</s>"]
+
+
+_HEADER = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [
+        *((template, "") for template in TEMPLATES.values()),
+        (CHATML_TAGGED.partition("{% if add_generation_prompt")[0], "<|im_start|>assistant\n"),
+        (_HEADER, "assistant:"),
+        (_HEADER + "{% if add_generation_prompt %}assistant:{% endif %}", ""),
+        (_HEADER + "{{ messages | length }}", ""),  # no prompt for a turn can follow
+        (_HEADER.replace("{{ m.role }}:", "{{ ' ' }}"), ""),  # a blank, as in "[/INST] text"
+        (_HEADER.replace("{{ m.role }}:{% generation %}", "{% generation %}{{ m.role }}:"), ""),  # learned
+        (_HEADER.replace("{{ m.role }}:", "{{ raise_exception('other roles') }}"), ""),
+    ],
+)
+def test_the_header_of_a_turn_that_neither_a_prompt_nor_a_label_has_is_found(tmp_path, template, header):
+    """Served, such a model must begin its turn with a header that it never learned to write."""
+    assert load(tmp_path, template).unprompted() == header
+
+
+def test_the_prompt_for_a_turn_in_the_tutorial_has_the_tokens_before_a_learned_turn(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/tutorials/chat.md").read_text(encoding="utf-8")
+    template = page.partition("chat_template.jinja <<'END'\n")[2].partition("\nEND\n")[0]
+    chat = load(tmp_path, template)
+    ids, learned = chat.encode(CHATS["one turn"])
+    prompt = oracle(tmp_path).apply_chat_template(CHATS["one turn"][:-1], add_generation_prompt=True, return_dict=True)
+    assert chat.unprompted() == "" and prompt["input_ids"] == ids[: learned.index(True)]
 
 
 @pytest.mark.parametrize(

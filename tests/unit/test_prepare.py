@@ -38,6 +38,9 @@ class _Template:
         pieces = [(message["content"], message["role"] == "assistant") for message in messages]
         return ([len(text) for text, _ in pieces], [loss for _, loss in pieces])
 
+    def unprompted(self) -> str:
+        return ""
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> LoadedTokenizer:
@@ -162,6 +165,15 @@ def test_a_chat_whose_turns_end_where_no_generation_stops_is_a_warning(tmp_path,
     named = tokenizer._replace(source=str(folder / "tokenizer.json"))
     _prepare(path, tmp_path / "line ends", named, chat=_WithLineEnds())
     assert caplog.text == ""
+
+
+def test_a_chat_template_that_does_not_prompt_for_the_assistants_turn_is_a_warning(tmp_path, tokenizer, caplog, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": _CHAT}) + "\n")
+    monkeypatch.setattr(_Template, "unprompted", lambda self: "assistant: ")
+    monkeypatch.setattr(_Template, "encode", lambda self, *_: ([tokenizer.end_of_text], [True]))
+    _prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, chat=_Template())
+    [warning] = caplog.messages
+    assert "ignores add_generation_prompt" in warning and "'assistant: '" in warning
 
 
 class _WithLineEnds(_Template):

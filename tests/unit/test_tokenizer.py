@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from titanlite.data.prepare import cache
 from titanlite.data.prepare.cache import train_tokenizer
@@ -55,6 +56,17 @@ def test_end_of_text_is_the_one_that_tokenizer_config_names(assets, end):
     (assets / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}), encoding="utf-8")
     loaded = load_tokenizer(str(assets))
     assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "Ġ"
+
+
+@pytest.mark.parametrize("newer", [{}, {"added_tokens_decoder": {}}])
+@pytest.mark.parametrize("named", [{}, {"eos_token": "<|endoftext|>"}])
+def test_the_special_tokens_of_an_older_folder_are_those_of_transformers(assets, named, newer):
+    """transformers 4.30 saved a token that was set later in special_tokens_map.json alone."""
+    (assets / "tokenizer_config.json").write_text(json.dumps(named | newer))
+    (assets / "special_tokens_map.json").write_text('{"eos_token": {"content": "\u0120", "lstrip": false}}', encoding="utf-8")
+    loaded, theirs = load_tokenizer(str(assets)), PreTrainedTokenizerFast.from_pretrained(assets).eos_token
+    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == (theirs or "<|endoftext|>")
+    assert theirs == (named.get("eos_token") if newer else "Ġ")
 
 
 @pytest.mark.parametrize(

@@ -165,12 +165,17 @@ def _ends_of_model(folder: Path) -> tuple[int, ...]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The tokenizer_config.json of a tokenizer's folder; {} if there is none. Raises UserError for a broken file."""
-    path = folder / "tokenizer_config.json"
-    try:
-        return read_json(path, _Settings, _LIMIT)
-    except Absent:
-        return {}
+    """The tokenizer_config.json of a tokenizer's folder; {} if there is none. Raises UserError for a broken file.
+
+    As in transformers, the tokens in special_tokens_map.json replace those of a tokenizer_config.json without
+    "added_tokens_decoder": up to about version 4.33, it saved a token that was set later in that file alone.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        with contextlib.suppress(Absent):
+            if "added_tokens_decoder" not in settings:
+                settings |= read_json(folder / name, _Settings, _LIMIT)
+    return settings
 
 
 def tokenizer_digest(loaded: LoadedTokenizer) -> str:

@@ -1,6 +1,7 @@
 """Exports a checkpoint to a folder that transformers reads. One tensor at a time is in memory, with those of the model that it
 joins."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -37,17 +38,20 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # The files of a tokenizer, and the defaults of generation.
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 # What an export takes from the config.json beside the tokenizer.
 _LENGTH = "max_position_embeddings"
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", _LENGTH)
+# How Qwen's tokenizers split a text, a part of the regular expression in transformers' Qwen2Tokenizer.
+_QWENS_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 
 
 class _Beside(FileSchema):
-    """That config.json, which may be of any architecture."""
+    """That config.json, which may be of any architecture, or the generation_config.json."""
 
     max_position_embeddings: Positive | None = None
+    eos_token_id: int | list[int] | None = None
 
 
 class Item(NamedTuple):
@@ -231,33 +235,60 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     """Writes config.json, and copies or writes the tokenizer's files. transformers makes a generation_config.json that is not
     there from config.json."""
     assets = Path(exported.assets) if exported.assets else None
-    for path in [assets / name for name in _COPIED] if assets else []:
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-    end = None
+    if assets:
+        for path in [path for name in _COPIED for path in assets.glob(name) if path.is_file()]:
+            copy = folder / path.relative_to(assets)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+    theirs = exported.family.to_hf()
     if loaded:
-        end = loaded.end_of_text
         if not assets:
             loaded.tokenizer.save(str(folder / "tokenizer.json"))
-        if not (folder / "tokenizer_config.json").is_file():
-            eos = loaded.tokenizer.id_to_token(end)
-            _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
+        _complete_settings(folder / "tokenizer_config.json", loaded)
         _compare_beginnings(exported.stored.source, loaded, load_tokenizer(str(folder)))
+        if theirs.get("model_type") == "qwen2":
+            _compare_with_qwens(exported.stored.source, loaded)
     # the defaults of transformers are the ids of other models: of Llama 2, and 0 or 1 for padding, in most vocabularies a text
-    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": loaded.end_of_text if loaded else None, "pad_token_id": None}
     if assets and os.path.lexists(assets / "config.json"):
-        theirs = read_json(assets / "config.json", _Beside, LIMIT)
+        beside = read_json(assets / "config.json", _Beside, LIMIT)
         # a null stays one, unless the tokenizer says more
-        facts |= {name: theirs.get(name) for name in _CARRIED if theirs.get(name) is not None or name in theirs.keys() - facts}
+        facts |= {name: beside.get(name) for name in _CARRIED if beside.get(name) is not None or name in beside.keys() - facts}
+    facts["eos_token_id"] = _with_end("config.json", facts["eos_token_id"], loaded)
+    generation: dict[str, Any] = {}
+    with contextlib.suppress(UserError):  # there is none, or a broken one, which transformers ignores
+        generation = read_json(folder / "generation_config.json", _Beside, LIMIT)
+    ends = _with_end("generation_config.json", generation.get("eos_token_id"), loaded)
+    if ends != generation.get("eos_token_id"):
+        _write_json(folder / "generation_config.json", generation | {"eos_token_id": ends})
     length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len", 0)
     if length > (facts.get(_LENGTH) or 0):  # also where training has made the context of its pretrained model longer
-        facts[_LENGTH] = length
-        if assets and not os.path.lexists(assets / "config.json"):  # its model's context may be longer
-            why = "from training.seq_len: there is no config.json in model.hf_assets_path"
+        if assets and not facts.get(_LENGTH):  # its model's context may be longer
+            why = "from training.seq_len: model.hf_assets_path has no config.json with this key at its top level"
             log.warning("%s: %s = %d, %s", exported.stored.source, _LENGTH, length, why)
+        facts[_LENGTH] = length
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
-    _write_json(folder / "config.json", facts | exported.family.to_hf() | dtype)
+    _write_json(folder / "config.json", facts | theirs | dtype)
+
+
+def _complete_settings(path: Path, loaded: LoadedTokenizer) -> None:
+    """Names in a tokenizer_config.json its class and the end of texts, where it does not: AutoTokenizer then takes a class of
+    the model's type, which tokenizes otherwise, or has no end of texts.
+    """
+    theirs = read_json(path, FileSchema, LIMIT) if path.is_file() else {}
+    needed = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.tokenizer.id_to_token(loaded.end_of_text)}
+    if lacking := {name: value for name, value in needed.items() if theirs.get(name) is None}:
+        _write_json(path, theirs | lacking)
+
+
+def _with_end(file: str, ids: int | list[int] | None, loaded: LoadedTokenizer | None) -> int | list[int] | None:
+    """The eos_token_id of a file, if it has one, with the end of the run's texts, at which titanlite's generation stops too."""
+    named = ids if isinstance(ids, list) else [ids]
+    if ids is None or loaded is None or loaded.end_of_text in named:
+        return ids
+    log.info("%s: eos_token_id gets %s too, which ends the texts of the run", file, loaded.spelled([loaded.end_of_text]))
+    return [*named, loaded.end_of_text]
 
 
 def _compare_beginnings(source: Path, of_run: LoadedTokenizer, written: LoadedTokenizer) -> None:
@@ -271,6 +302,18 @@ def _compare_beginnings(source: Path, of_run: LoadedTokenizer, written: LoadedTo
         "in a titanlite run from this export, set training.add_bos = %s",
         source, ours, theirs, prompts, json.dumps(of_run.add_bos),
     )  # fmt: skip
+
+
+def _compare_with_qwens(source: Path, loaded: LoadedTokenizer) -> None:
+    """Warns where a tokenizer splits texts otherwise than Qwen's."""
+    split = loaded.tokenizer.pre_tokenizer
+    if split is None or json.dumps(_QWENS_SPLIT)[1:-1] not in split.__getstate__().decode():
+        log.warning(
+            "%s: AutoTokenizer of transformers 5 reads every tokenizer of a qwen2 as Qwen's, which splits numbers and spaces "
+            "otherwise than that of the run. Use PreTrainedTokenizerFast.from_pretrained; for servers and lm-eval, copy the "
+            "tokenizer's files to a folder without config.json, and name it as the tokenizer",
+            source,
+        )
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

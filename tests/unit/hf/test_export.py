@@ -11,12 +11,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from tests import tiny
 from tests.hf_folders import CASES, NORM, assert_logits_agree, change_json, read, remove, replace, tensors_of, write
 from titanlite.checkpoint import manifest
+from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
@@ -25,6 +28,8 @@ from titanlite.registry.family import described, load_family
 from titanlite.tools import export_hf
 from titanlite.transforms.parameters import is_tied
 from titanlite.verify.facts import logit_faults, shape_faults
+
+CODE = "def f(x):\n        return 12345\n\n    x = 12<|endoftext|>"  # families' own tokenizers split it otherwise
 
 
 class Exported(NamedTuple):
@@ -44,7 +49,8 @@ def export(source: Path, *words, **keys) -> list[Path]:
 def exported(request, sources, imported, tmp_path_factory) -> Exported:
     """Each family as an export in several files, every second one in bfloat16.
 
-    Its config.json was read with every key that transformers knows.
+    Its config.json was read with every key that transformers knows. Its tokenizer is that of README: GPT-2's folder names
+    neither the class nor the end of texts.
     """
     number, (name, flavor) = request.param
     dtype, folder = (torch.float32, torch.bfloat16)[number % 2], tmp_path_factory.mktemp("export")
@@ -52,6 +58,8 @@ def exported(request, sources, imported, tmp_path_factory) -> Exported:
     source = shutil.copytree(sources(name, flavor, dtype), folder / "source")
     theirs = AutoConfig.for_model(**family.module.to_hf(family.config), eos_token_id=0, pad_token_id=None).to_dict()
     (source / "config.json").write_text(json.dumps(theirs))
+    train_tokenizer([CODE] * 9).save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"model_max_length": 1024, "eos_token": null}')
     export(imported(name, flavor, dtype), folder / "out", shard_bytes=100_000, assets=str(source))
     return Exported(name, flavor, dtype, source, folder / "out")
 
@@ -81,6 +89,33 @@ def test_config_json_of_the_export_describes_the_model_with_the_ids_of_the_sourc
     assert "rope_parameters" not in written  # transformers 4 and older servers read rope_theta and rope_scaling alone
 
 
+def test_transformers_reads_the_tokenizer_of_the_export_as_the_run_did(exported, tmp_path):
+    ids = load_tokenizer(str(exported.source)).encode(CODE)
+    described = json.loads((exported.folder / "config.json").read_text())
+    readers = [AutoTokenizer.from_pretrained(exported.folder), PreTrainedTokenizerFast.from_pretrained(exported.folder)]
+    if described["model_type"] == "qwen2":  # takes Qwen's rules whatever the files say: a warning and the guide say what helps
+        assert readers[0](CODE)["input_ids"] != ids, "transformers has changed: the warning is no longer needed"
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(exported.folder / name, tmp_path)
+        readers[0] = AutoTokenizer.from_pretrained(tmp_path)
+    for theirs in readers:
+        assert (theirs(CODE)["input_ids"], theirs.eos_token, theirs.model_max_length) == (ids, "<|endoftext|>", 1024)
+
+
+@pytest.mark.parametrize("qwens", [True, False])
+def test_a_warning_names_the_tokenizer_of_a_qwen2_that_transformers_reads_otherwise(imported, source, caplog, tmp_path, qwens):
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    if qwens:
+        split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.save(str(source / "tokenizer.json"))
+    export(imported("tests.tiny_qwen3", "biased"), tmp_path / "out", assets=str(source))
+    assert ("PreTrainedTokenizerFast.from_pretrained" in caplog.text) != qwens
+    caplog.clear()
+    export(imported("tests.tiny_qwen3", "tied"), tmp_path / "other", assets=str(source))
+    assert "PreTrainedTokenizerFast" not in caplog.text
+
+
 def test_a_source_in_older_spelling_or_of_another_architecture_exports_what_is_read_again(pools, monkeypatch, tmp_path):
     """Keys that were copied from beside the tokenizer came twice, in an older and a newer spelling."""
     case = "tests.tiny_gemma3", "plain"
@@ -100,7 +135,7 @@ def test_a_source_in_older_spelling_or_of_another_architecture_exports_what_is_r
     assert described(family.module, read_description(tmp_path / "beside")) == c
     written = json.loads((tmp_path / "beside/config.json").read_text())
     ids = {key: value for key, value in written.items() if key.endswith("_token_id")}
-    assert ids == {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": None}  # not transformers' default, 0 for Gemma
+    assert ids == {"bos_token_id": None, "eos_token_id": [3, 0], "pad_token_id": None}  # not transformers' default, 0 for Gemma
 
 
 def test_the_export_of_a_fork_that_ties_by_itself_has_the_tensor_of_each_name(pools, tmp_path):
@@ -147,15 +182,40 @@ def test_values_beyond_float16_are_refused_by_name(pools, source, tmp_path):
 
 def test_files_beside_the_runs_tokenizer_are_copied_and_its_ids_are_kept(pools, source, tmp_path):
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    (source / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "mine": 1}')
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "mine": 1}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "additional_chat_templates").mkdir()  # as transformers saves all but the default
+    (source / "additional_chat_templates/rag.jinja").write_text("{{ documents }}")
     (source / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [0, 3]}')
     change_json(source / "config.json", eos_token_id=[0, 3], bos_token_id=7, max_position_embeddings=99)
     pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model="tests.tiny")
     export(tmp_path / "weights", tmp_path / "out")
-    for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json"):
+    files = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "additional_chat_templates/rag.jinja")
+    for name in files:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["eos_token_id"], config["bos_token_id"], config["max_position_embeddings"]) == ([0, 3], 7, 99)
+
+
+@pytest.mark.parametrize(("named", "written"), [(3, [3, 0]), ([2, 3], [2, 3, 0]), ([0, 3], [0, 3]), (None, None)])
+def test_a_served_export_ends_texts_where_the_run_does_too(imported, source, caplog, tmp_path, named, written):
+    """Where a base model's tokenizer names the end of turns, as a warning on chats advises. transformers reads these files."""
+    (source / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "eos_token_id": named}))
+    change_json(source / "config.json", eos_token_id=named)
+    caplog.set_level("INFO")
+    export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(source))
+    assert caplog.text.count("eos_token_id gets <|endoftext|> too") == 2 * (written != named)
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == (written or 0)
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation == {"temperature": 0.5, "eos_token_id": written}
+    assert load_tokenizer(str(tmp_path / "out")).ends == load_tokenizer(str(source)).ends
+
+
+def test_a_broken_generation_config_which_transformers_ignores_is_copied(imported, source, tmp_path):
+    (source / "generation_config.json").write_text("version https://git-lfs.github.com/spec/v1")
+    export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(source))
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == 0  # as in config.json
 
 
 def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, sources, monkeypatch, caplog, tmp_path):
@@ -170,7 +230,10 @@ def test_a_context_that_a_run_has_made_longer_is_that_of_the_export(imported, so
     (assets := tmp_path / "tokenizer").mkdir()
     shutil.copy(sources("tests.tiny", "plain") / "tokenizer.json", assets)
     export(imported("tests.tiny", "plain"), tmp_path / "again", assets=str(assets))
-    assert "max_position_embeddings = 4096, from training.seq_len: there is no config.json in" in caplog.text
+    (assets / "config.json").write_text('{"text_config": {"max_position_embeddings": 9}}')  # as Gemma 3's with vision
+    export(imported("tests.tiny", "plain"), tmp_path / "nested", assets=str(assets))
+    line = "max_position_embeddings = 4096, from training.seq_len: model.hf_assets_path has no config.json with"
+    assert caplog.text.count(line) == 2
 
 
 def _with(found: manifest.Manifest, **sections: object) -> manifest.Manifest:

@@ -58,6 +58,7 @@ def test_keys_of_published_files_that_change_nothing_are_read(tmp_path, module, 
     ("config", "message"),
     [
         ({"model_type": "mistral"}, r"no family of models/ \(deepseek_v3: .*\) reads model_type .*--model"),
+        ({"model_type": "gemma3", "text_config": {}}, r"reads model_type 'gemma3'; with a text_config, .* only .* text models"),
         ({"hidden_size": ...}, "config.json: has no 'hidden_size', which models.llama3 needs"),
     ],
 )

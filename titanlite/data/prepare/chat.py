@@ -98,6 +98,20 @@ class ChatTemplate:
             said[first:last] = [True] * (last - first)
         return ids, said
 
+    def unprompted(self) -> str:
+        """The header by which a template with tags opens the turn of the assistant, neither learned nor in prompts, since the
+        template ignores add_generation_prompt; else "".
+        """
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            text, spans = self._enclosed(chat, None)
+            prompt = self._render(chat[:1], None, prompt=True)
+            ignored = prompt == self._render(chat[:1], None) and text.startswith(prompt)
+        except ValueError:  # a template that needs other messages
+            return ""
+        header = text[len(prompt) : next((start for start, _ in spans if start >= len(prompt)), 0)]
+        return header if ignored and header.strip() else ""
+
     def _check(self, messages: Any, tools: Any) -> None:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise ValueError("messages must be a list of objects")

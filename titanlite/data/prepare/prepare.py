@@ -118,6 +118,13 @@ def prepare(
         raise UserError(f"{error.filename or work}: cannot be written: {error.strerror}; {remedy}") from None
     if chat and manifest["chats"]:
         _warn_of_end(chat, tokenizer, ends)
+        if header := chat.unprompted():
+            log.warning(
+                "%s: the chat template ignores add_generation_prompt, and opens turns of the assistant with %r, outside of its "
+                "generation tags: a served model gets no such prompt, and did not learn to write it. End the template with "
+                "{%% if add_generation_prompt %%}, this text, and {%% endif %%}",
+                tokenizer.source, header,
+            )  # fmt: skip
     return manifest
 
 
