@@ -16,6 +16,7 @@ from benchmarks.published import FILE, Dimensions, Run
 from titanlite.config.read import Faults, read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
+from titanlite.loop.checks import check
 from titanlite.parallel import expert, mesh
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
 from titanlite.plan.pipeline import orders, rehearse, stage_costs
@@ -174,11 +175,6 @@ RECOMPUTED = WHOLE._replace(recompute="full")
 # options; choices, of which the last one is found; what the only refusal names
 REFUSALS: dict[str, tuple[tuple[str, ...], list[Choice], str]] = {
     "heads": ((), [Choice(tp=8), Choice(dp_shard=2, tp=8), Choice(pp=2, tp=8), Choice(tp=4)], "n_kv_heads = 4"),
-    "an option without effect": (
-        CHUNKS,
-        [WHOLE, Choice(tp=2), Choice(cp=2), RECOMPUTED],
-        "activation_checkpoint.sequence_chunks",
-    ),
     "options that exclude each other": (
         CHUNKS,
         [Choice(tp=2, recompute="full"), Choice(dp_shard=2, tp=2, recompute="full"), RECOMPUTED],
@@ -191,7 +187,6 @@ REFUSALS: dict[str, tuple[tuple[str, ...], list[Choice], str]] = {
     ),
     "no experts": ((), [Choice(dp_shard=4, ep=2), Choice(dp_shard=2, ep=2), WHOLE], "no Experts"),
     "more stages than blocks": ((), [Choice(pp=64), Choice(pp=64, dp_shard=2), WHOLE], "pipeline_parallel_degree = 64"),
-    "what only a GPU has": (("--activation_checkpoint.offload", "true"), [WHOLE, Choice(tp=2), RECOMPUTED], "offload"),
 }
 
 
@@ -223,13 +218,17 @@ def test_giving_up_is_said_beside_the_meshes_that_were_found(monkeypatch):
     assert tool.sound(found[:2], file, words, of, 5)[2] is False
 
 
-def test_keys_of_a_file_that_have_no_effect_on_a_mesh_do_not_refuse_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("key", "value"), [("sequence_chunks", "4"), ("offload", "true")])
+@pytest.mark.parametrize("given", ["file", "options"])
+def test_keys_that_have_no_effect_on_a_mesh_do_not_refuse_it(given, key, value, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "BEFORE_2_13", True)
-    file = tmp_path / "run.toml"
+    file, words = tmp_path / "run.toml", [f"--activation_checkpoint.{key}", value]
     base = f'base = "{ROOT}/train_configs/llama_124m.toml"\nmodel.flavor = "debug"\n'
-    file.write_text(f'{base}[activation_checkpoint]\nmode = "full"\nsequence_chunks = 4\n')
+    if given == "file":
+        base, words = f'{base}[activation_checkpoint]\nmode = "full"\n{key} = {value}\n', []
+    file.write_text(base)
     of = read_job(read_config(str(file), []), "h100", 8)
-    winners, refused, _ = tool.sound([Candidate(WHOLE, step(of, WHOLE), 0.0)], str(file), [], of, 5)
+    winners, refused, _ = tool.sound([Candidate(WHOLE, step(of, WHOLE), 0.0)], str(file), words, of, 5)
     assert [each.choice for each in winners] == [WHOLE] and not refused
 
 
@@ -272,13 +271,16 @@ def test_blocks_are_compiled_only_where_the_model_is_among_the_components():
 
 def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = f"plan {ROOT}/train_configs/llama_124m.toml --model.flavor debug --gpus 2 --top 2"
-    monkeypatch.setattr(sys, "argv", [*words.split(), "--output", "best.toml", "--trace", "step.json"])
+    words = f"plan {ROOT}/train_configs/llama_124m.toml --model.flavor debug --gpus 2 --top 2 "
+    words += "--parallelism.enable_async_tensor_parallel true --output best.toml --trace step.json"
+    monkeypatch.setattr(sys, "argv", words.split())
     tool.main()
     trace = json.loads(Path("step.json").read_text())
     assert trace["traceEvents"] and trace["displayTimeUnit"] == "ms"
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "  2. " in out and "about" in out and "error: 10% on average" in out
+    assert "enable_async_tensor_parallel = true (option): has no effect unless parallelism.tensor_parallel_degree > 1" in err
+    check(read_config("best.toml", []), "best.toml", 2, open_files=False, elsewhere=True)
     printed = re.search(r"--training.local_batch_size (\d+)", out)
     assert printed and read_config("best.toml", []).training.local_batch_size == int(printed[1])
     assert read_config("best.toml", []).model.flavor == "debug", "what the options say is a part of it"
