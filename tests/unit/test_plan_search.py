@@ -238,6 +238,8 @@ def test_a_mesh_fits_by_the_state_that_its_optimizer_keeps():
     assert not candidates(adam, 8, "memory") and candidates(muon, 8, "memory")
     averaged = job("llama_70b", "--optimizer.ema_decay", "0.99", "--checkpoint.enable", "true", device="h200")
     assert (adam.state_bytes, averaged.state_bytes) == (8, 12) and 4 < muon.state_bytes < 4.2
+    kept_nowhere = job("llama_70b", "--optimizer.ema_decay", "0.99", "--checkpoint.enable", "false", device="h200")
+    assert kept_nowhere.state_bytes == 8
 
 
 def test_experts_are_split_only_where_they_are_divisible():
@@ -267,6 +269,12 @@ def test_what_the_model_of_time_does_not_know_is_refused(recipe, words, named):
 
 def test_blocks_are_compiled_only_where_the_model_is_among_the_components():
     assert job("llama_8b").compiled and not job("llama_8b", "--compile.components", "loss").compiled
+
+
+@pytest.mark.parametrize(("words", "overlaps"), [("true", True), ("false", False), ("true --compile.backend eager", False)])
+def test_async_tensor_parallelism_counts_only_where_inductor_compiles_blocks(words, overlaps):
+    words = f"--parallelism.enable_async_tensor_parallel true --compile.enable {words}"
+    assert job("llama_8b", *words.split()).async_tp == overlaps
 
 
 def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):

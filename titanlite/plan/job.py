@@ -34,6 +34,12 @@ _UNKNOWN = {
     "parallelism.reduce_every_microbatch = false": "gradients that are reduced once a step",
     'activation_checkpoint.selective_ac_option != "op"': "recomputation of some blocks only",
 }
+# Choices with which each key that a job depends on has an effect, where it has one with any choice
+_ANY = {
+    "parallelism.tensor_parallel_degree": 2,
+    "parallelism.pipeline_parallel_degree": 1,
+    "activation_checkpoint.mode": "selective",
+}
 
 
 def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
@@ -42,10 +48,12 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
     Raises UserError for a configuration that the model of time does not know.
     """
     training, known = config.training, device_named(device)
+    settled = config.with_keys(_ANY).settled(Hardware(cuda=not known.cpu_ranks))  # as a run does
+    float8, compile = settled.float8, settled.compile
     for condition, lacking in _UNKNOWN.items():
-        if EffectiveWhen(condition).failing(config, Hardware()) is None:
+        if EffectiveWhen(condition).failing(settled, Hardware()) is None:
             raise UserError(f"{condition}: plan does not know {lacking}; compare meshes with titanlite estimate")
-    if config.float8.enable and not known.fp8_tflops:
+    if float8.enable and not known.fp8_tflops:
         raise UserError(f"float8.enable = true: --device {device} has no float8 matmuls")
     item = DTYPES[training.mixed_precision_param].itemsize
     if item == 4 and not known.float32_tflops:
@@ -75,15 +83,15 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         node,
         training.seq_len,
         global_batch,
-        float8=config.float8.enable,
-        compiled=config.compile.enable and "model" in config.compile.components,
-        async_tp=config.parallelism.enable_async_tensor_parallel,
+        float8=float8.enable,
+        compiled=compile.enable and "model" in compile.components,
+        async_tp=settled.parallelism.enable_async_tensor_parallel,
         reshard=config.parallelism.fsdp_reshard_after_forward != "never",
         weight_bytes=DTYPES[training.dtype].itemsize,
-        state_bytes=sum(p.numel() * state_bytes(name, p, config.optimizer) for name, p in parameters) / values,
+        state_bytes=sum(p.numel() * state_bytes(name, p, settled.optimizer) for name, p in parameters) / values,
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
         item=item,
-        gathered=1 if config.float8.enable and config.float8.enable_fsdp_float8_all_gather else item,
+        gathered=1 if float8.enable_fsdp_float8_all_gather else item,
         stages=stages,
     )
 
