@@ -89,6 +89,22 @@ def test_where_collectives_run_once_a_step_more_microbatches_wait_for_none():
     assert step(one, ALL_SHARDS).fsdp == step(four, ALL_SHARDS).fsdp < step(four._replace(once=False), ALL_SHARDS).fsdp
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words", "each"),
+    [("llama_8b", "", 0.0), ("llama_8b", "--training.mixed_precision_reduce bfloat16", 1.0), ("llama_1b", "", 0.21)],
+)
+def test_narrow_gradients_and_a_tied_embedding_are_all_reduced_with_each_microbatch(recipe, words, each):
+    """each: what replicas reduce with a microbatch that is not the last, of all gradients; 0.21 of the 1B are its embedding."""
+    of = slow_network(job(recipe, *words.split()))  # which nothing hides
+
+    def waits(microbatches: int) -> float:
+        meshes = (Choice(dp_replicate=number, dp_shard=8) for number in (1, 8))
+        alone, both = (step(of._replace(global_batch=each.replicas * microbatches), each).fsdp for each in meshes)
+        return both - alone
+
+    assert waits(3) / waits(1) == pytest.approx(1 + 2 * each, rel=0.02)
+
+
 def test_a_token_goes_once_to_a_rank_or_first_to_a_node_that_has_several_of_its_experts():
     """Counted over all choices of 2 of 8 experts, on 4 ranks, of which 2 are a node."""
     of_ranks, of_nodes = (

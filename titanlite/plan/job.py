@@ -6,6 +6,7 @@ from titanlite.config.effects import EffectiveWhen, Hardware
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.optim.state import state_bytes
+from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import split_layers
 from titanlite.plan.pipeline import stage_costs
@@ -16,6 +17,7 @@ from titanlite.registry.family import family_of
 from titanlite.registry.own import calling
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
+from titanlite.transforms.parameters import is_tied
 
 # Mean and ninth decile of the absolute error in tokens per second, of the blind rows: python -m benchmarks.plan_score
 ERRORS = {
@@ -92,6 +94,8 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
         item=item,
         gathered=1 if float8.enable_fsdp_float8_all_gather else item,
+        replicas_each=not GradientSync.of(settled).replicas,
+        tied=is_tied(model),
         stages=stages,
     )
 

@@ -170,6 +170,8 @@ class Job(NamedTuple):
     item: int = 2  # bytes of a value that is computed: bfloat16, or 4 of float32
     gathered: int = 2  # bytes of a value of the blocks' parameters that FSDP gathers
     once: bool = False  # parameters are gathered and gradients reduced once a step, not with each microbatch
+    replicas_each: bool = False  # gradients are all-reduced over replicas with each microbatch, not once a step
+    tied: bool = False  # embedding and head are one parameter, whose gradient is all-reduced so in any case
     stages: Callable[[int, str], Stages] = one_stage  # of so many ranks with a schedule
 
     @property
@@ -376,9 +378,16 @@ def step(job: Job, choice: Choice) -> Seconds:
     of_embeddings = shape.embeddings / choice.tp * (job.item + job.reduce_bytes) / choice.pp
     fsdp += ring(job, edge, choice.tp, of_embeddings) * (1 if once else microbatches)
     values = parameters_of_rank(job, choice)
-    replicas = 2 * ring(job, choice.dp_replicate, edge * choice.tp, job.reduce_bytes * values)
-    hidden = 0.0 if device.cpu_ranks else whole / microbatches / 2
-    fsdp += overlapped(replicas, hidden)  # the last microbatch's backward pass hides the rest
+
+    def replicas(size: float) -> float:
+        return 2 * ring(job, choice.dp_replicate, edge * choice.tp, job.reduce_bytes * size)
+
+    # the last microbatch's backward pass hides the rest
+    reduced = overlapped(replicas(values), 0.0 if device.cpu_ranks else whole / microbatches / 2)
+    fsdp += reduced
+    if not once:
+        of_tied = replicas(shape.embeddings / (choice.tp * edge)) if job.tied else 0.0
+        fsdp += (microbatches - 1) * (reduced if job.replicas_each else of_tied)
     sends = 0.0
     if choice.pp > 1:
         sends = 2 * microbatches * stages.of_rank * send(job, choice.ranks, job.item * tokens * shape.dim / choice.tp)
