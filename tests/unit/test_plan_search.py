@@ -276,6 +276,8 @@ def test_experts_are_split_only_where_they_are_divisible():
         ("llama_8b", ["--parallelism.reduce_every_microbatch", "false"], "parallelism.reduce_every_microbatch"),
         ("llama_8b", ["--model.overrides.n_kv_heads", "5"], "n_kv_heads = 5.*: a forward pass fails"),
         ("llama_8b", ["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option"),
+        ("llama_8b", ["--float8.enable", "true", "--float8.emulate", "true"], "float8.emulate"),
+        ("llama_8b", ["--float8.enable", "true", "--float8.recipe_name", "rowwise_with_gw_hp"], "float8.recipe_name"),
     ],
 )
 def test_what_the_model_of_time_does_not_know_is_refused(recipe, words, named):
@@ -287,10 +289,13 @@ def test_blocks_are_compiled_only_where_the_model_is_among_the_components():
     assert job("llama_8b").compiled and not job("llama_8b", "--compile.components", "loss").compiled
 
 
-@pytest.mark.parametrize(("words", "overlaps"), [("true", True), ("false", False), ("true --compile.backend eager", False)])
-def test_async_tensor_parallelism_counts_only_where_inductor_compiles_blocks(words, overlaps):
-    words = f"--parallelism.enable_async_tensor_parallel true --compile.enable {words}"
-    assert job("llama_8b", *words.split()).async_tp == overlaps
+@pytest.mark.parametrize(
+    ("words", "exposed", "widest"),
+    [("true", 0.4, 8), ("true --float8.enable true", 0.8, 8), ("true --compile.backend eager", 1, 32), ("false", 1, 32)],
+)
+def test_async_tensor_parallelism_counts_inside_of_a_node_where_inductor_compiles_blocks(words, exposed, widest):
+    of = job("llama_8b", *f"--parallelism.enable_async_tensor_parallel true --compile.enable {words}".split())
+    assert of.exposed_tp == exposed and max(each.tp for each in choices(of, 64)) == widest
 
 
 def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):

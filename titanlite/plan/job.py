@@ -12,7 +12,7 @@ from titanlite.parallel.pipeline import split_layers
 from titanlite.plan.pipeline import stage_costs
 from titanlite.plan.search import keys_of
 from titanlite.plan.shape import Shape
-from titanlite.plan.time import Choice, Job, Stages, device_named, one_stage
+from titanlite.plan.time import ASYNC_TP, ASYNC_TP_FLOAT8, Choice, Job, Stages, device_named, one_stage
 from titanlite.registry.family import family_of
 from titanlite.registry.own import calling
 from titanlite.transforms.dtypes import DTYPES
@@ -35,6 +35,17 @@ _UNKNOWN = {
     "parallelism.cpu_offload = true": "copies to the host",
     "parallelism.reduce_every_microbatch = false": "gradients that are reduced once a step",
     'activation_checkpoint.selective_ac_option != "op"': "recomputation of some blocks only",
+    "float8.emulate = true": "matmuls of float8 values in float32",
+    'float8.recipe_name = "rowwise_with_gw_hp"': "float8 without the gradients of weights",
+}
+# Conditions on keys -> what a prediction leaves out with them, though it may be long
+_LEFT_OUT = {
+    'optimizer.name = "Muon"': "Muon's matmuls",
+    'optimizer.name has ":"': "the optimizer's own operations",
+    "activation_checkpoint.offload = true": "the copies of activation_checkpoint.offload",
+    "training.document_mask = true": "masks of documents",
+    'parallelism.context_parallel_method = "ulysses"': "all-to-alls of context parallelism",
+    "float8.filter_fqns is set": "that float8.filter_fqns keeps layers in bfloat16",
 }
 # Choices with which each key that a job depends on has an effect, where it has one with any choice
 _ANY = {
@@ -51,7 +62,7 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
     """
     training, known = config.training, device_named(device)
     settled = config.with_keys(_ANY).settled(Hardware(cuda=not known.cpu_ranks))  # as a run does
-    float8, compile = settled.float8, settled.compile
+    float8, compile, overlaps = settled.float8, settled.compile, settled.parallelism.enable_async_tensor_parallel
     for condition, lacking in _UNKNOWN.items():
         if EffectiveWhen(condition).failing(settled, Hardware()) is None:
             raise UserError(f"{condition}: plan does not know {lacking}; compare meshes with titanlite estimate")
@@ -87,7 +98,7 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         global_batch,
         float8=float8.enable,
         compiled=compile.enable and "model" in compile.components,
-        async_tp=settled.parallelism.enable_async_tensor_parallel,
+        exposed_tp=(ASYNC_TP_FLOAT8 if float8.enable else ASYNC_TP) if overlaps else 1.0,
         reshard=config.parallelism.fsdp_reshard_after_forward != "never",
         weight_bytes=DTYPES[training.dtype].itemsize,
         state_bytes=sum(p.numel() * state_bytes(name, p, settled.optimizer) for name, p in parameters) / values,
@@ -98,6 +109,11 @@ def job_of(config: Config, device: str, node: int, global_batch: int) -> Job:
         tied=is_tied(model),
         stages=stages,
     )
+
+
+def left_out(config: Config) -> str:
+    """What the predictions of a settled configuration lack, by name, or ""."""
+    return ", ".join(what for when, what in _LEFT_OUT.items() if EffectiveWhen(when).failing(config, Hardware()) is None)
 
 
 def choice_of(config: Config, ranks: int) -> Choice:

@@ -29,7 +29,8 @@ _NETWORK_HOP = 14e-6  # seconds of latency between neighbors of a ring that are 
 _TILE = 128  # rows and columns of a matmul's result that one SM computes
 _CONTENTION = 0.18  # of a GPU that a collective takes from matmuls: NCCL's 24 channels occupy as many of an H100's 132 SMs
 _CPU_TILE = 16  # a vector of 16 float32; a CPU computes no waves
-_ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed
+ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed where 6 of a block's 8 overlap
+ASYNC_TP_FLOAT8 = 0.8  # where 2 of 8 do (docs/guides/parallelism.md)
 _FLOAT8 = 0.75  # of the matmul rate in bfloat16 that float8 reaches, both relative to their peaks
 _STREAMS = 7  # hidden states of a block's fused kernels, beside results of matmuls: 2 for each norm, 3 for the residual
 _UNFUSED = 2  # times the bytes where operations run one by one: 1.9 in llama3
@@ -162,7 +163,7 @@ class Job(NamedTuple):
     global_batch: int  # sequences
     float8: bool = False
     compiled: bool = True
-    async_tp: bool = False
+    exposed_tp: float = 1.0  # of the collectives of tensor parallelism, what is waited for; less with async TP
     reshard: bool = True  # parameters are gathered for the backward pass again (ZeRO-3)
     weight_bytes: int = 4  # of a value of the parameters that the optimizer updates
     state_bytes: float = 8.0  # that the optimizer and an EMA keep for a parameter's value, on average
@@ -287,7 +288,7 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
             exchanged = 2 * (all_to_all(job, nodes, of_nodes, within) + all_to_all(job, within, of_ranks))
     elementwise = job.item * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else _UNFUSED)
     gathers = 2 * sum(each.times * (each.split == "row") for each in layer.matrices)
-    waits = gathers * ring(job, tp, 1, hidden) * (_ASYNC_TP if job.async_tp else 1)
+    waits = gathers * ring(job, tp, 1, hidden) * job.exposed_tp
     keys = job.item * choice.microbatch * job.seq_len * layer.keys / tp
     return Pass(seconds, elementwise, waits, ring(job, choice.cp, tp, keys), exchanged)
 
