@@ -202,6 +202,19 @@ REFUSALS: dict[str, tuple[tuple[str, ...], list[Choice], str]] = {
         "needs PyTorch 2.13",
     ),
     "no experts": ((), [Choice(dp_shard=4, ep=2), Choice(dp_shard=2, ep=2), WHOLE], "no Experts"),
+    "stages of so many blocks": (
+        ("--parallelism.pipeline_parallel_layers_per_stage", "1"),
+        [
+            *(Choice(pp=4, dp_shard=number, schedule="Interleaved1F1B", microbatch=1) for number in (1, 2, 4)),
+            Choice(pp=2, schedule="Interleaved1F1B", microbatch=1),
+        ],
+        "needs a multiple of 4 stages, at least 8, and of 4 blocks pipeline_parallel_layers_per_stage = 1 makes 4",
+    ),
+    "float8 shards of unequal rows": (
+        ("--float8.enable", "true", "--float8.enable_fsdp_float8_all_gather", "true", "--training.global_batch_size", "96"),
+        [Choice(dp_shard=3), Choice(dp_replicate=2, dp_shard=3), Choice(dp_shard=3, microbatch=2), WHOLE],
+        "data_parallel_shard_degree x context_parallel_degree = 3 ranks do not divide the rows",
+    ),
     "more stages than blocks": ((), [Choice(pp=64), Choice(pp=64, dp_shard=2), WHOLE], "pipeline_parallel_degree = 64"),
 }
 
