@@ -24,7 +24,7 @@ from titanlite.plan.report import RESERVE
 from titanlite.plan.search import NODE_SIZE, Candidate, candidates, choices, keys_of
 from titanlite.plan.shape import ExpertShape, Shape
 from titanlite.plan.step import simulated_ranks
-from titanlite.plan.time import LINK, Choice, Job, all_to_all, forward, memory, step
+from titanlite.plan.time import LINK, Choice, Job, all_to_all, forward, memory, parameters_of_rank, step
 from titanlite.plan.timeline import events
 from titanlite.registry.family import family_of
 from titanlite.tools import plan as tool
@@ -152,6 +152,14 @@ def test_the_bubble_is_that_of_the_stages_that_a_run_makes(recipe, schedule):
     assert seconds.bubble / (busy + seconds.bubble) == pytest.approx(
         rehearse(order, costs, [2 * each for each in costs]).bubble, abs=0.02
     )
+
+
+def test_a_rank_updates_whole_experts_where_the_ranks_divide_neither_their_number_nor_their_rows():
+    """Of 8 experts with matrices of 4,096 x 14,336 on 24 ranks, 8 ranks have one each, and the others none."""
+    of = job("mixtral_8x7b")
+    experts = sum(often * layer.expert_parameters(of.shape.dim) for layer, often in of.shape.layers)
+    eight, ranks = (parameters_of_rank(of, Choice(dp_shard=ranks)) for ranks in (8, 24))
+    assert eight - ranks == pytest.approx((8 * eight - experts) * (1 / 8 - 1 / 24))
 
 
 def test_candidates_divide_the_ranks_and_fit_and_are_sorted():

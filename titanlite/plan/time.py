@@ -15,6 +15,7 @@ from pydantic import Field
 from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Positive, read_toml, validated
+from titanlite.parallel.fsdp import largest_share
 from titanlite.plan.experts import any_of
 from titanlite.plan.pipeline import passes_ahead
 from titanlite.plan.report import GIB, RESERVE
@@ -404,9 +405,14 @@ def parameters_of_rank(job: Job, choice: Choice) -> float:
     """Parameters that a rank updates, on average over a pipeline."""
     shape, shards = job.shape, choice.dp_shard * choice.cp
     dense = shape.embeddings + sum(often * each.dense_parameters for each, often in shape.layers)
-    experts = sum(often * each.expert_parameters(shape.dim) for each, often in shape.layers)
     # tensor parallelism does not split experts; expert parallelism splits them over all ranks of a replica
-    return (dense / choice.tp + experts / (choice.tp if choice.ep > 1 else 1)) / (choice.pp * shards)
+    of_experts, held = shards * choice.tp // choice.ep if choice.ep > 1 else shards, 0.0
+    for each, often in shape.layers:
+        if each.experts:
+            rows = (each.experts.hidden, shape.dim, each.experts.hidden)  # of an expert's matrices
+            shares = [largest_share((each.experts.number // choice.ep, size, 1), of_experts) for size in rows]
+            held += often * each.expert_parameters(shape.dim) / choice.ep * sum(shares) / 3
+    return (dense / (choice.tp * shards) + held) / choice.pp
 
 
 def memory(job: Job, choice: Choice) -> float:
