@@ -4,7 +4,7 @@ Random models, batches and meshes of 1, 2 and 4 ranks in float32, each rank with
 `titanlite plan --calibrate` and the run take turns; a row has the turn with the median error. The time of a turn is that of
 its shortest step, since other programs only slow steps down. They affect CPU time less, but on several ranks it excludes
 waiting. Memory is the growth of a rank's resident size from before the model is built to its peak, measured twice: with
-glibc's default, which keeps freed blocks, and with a separate mapping for each tensor from 64 KiB on, which is returned when
+glibc's default, which keeps freed blocks, and with a separate mapping for each tensor from 8 KiB on, which is returned when
 the tensor is freed, and without the buffers that MKL keeps.
 """
 
@@ -105,7 +105,7 @@ class Measured(NamedTuple):
 def measure(device: torch.device, config: Config, steps: int, mapped: bool = False) -> tuple[float, float, int]:
     """The values of Measured for a run, after a tiny run on the same mesh that loads libraries and their buffers."""
     if mapped:
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**13)
     small = {**config.model.overrides, "dim": 64, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 512}
     train(device, config.model_copy(update={"model": config.model.model_copy(update={"overrides": small})}), 2)
     gc.collect()  # the tiny run's model, which would otherwise be freed during the other one

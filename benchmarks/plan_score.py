@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.published import FILE, Dimensions, Run, parse_models, read
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.plan.shape import Layer, Matrix, Shape
-from titanlite.plan.time import Choice, Device, Job, Stages, devices, step
+from titanlite.plan.time import ASYNC_TP, Choice, Device, Job, Stages, devices, step
 from titanlite.registry.family import load_family
 
 # The share of a device's peak that other attention kernels reach than those of devices.toml. FlashAttention's on an A100 is
@@ -115,7 +115,7 @@ def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) ->
         float8=run.precision != "bf16",
         # PyTorch's default where a source does not say; the kernels of Megatron and Transformer Engine (TE) are fused
         compiled=run.framework.startswith("Megatron") or run.detail.startswith("TE") if run.compile is None else run.compile,
-        async_tp=bool(run.async_tp),
+        exposed_tp=ASYNC_TP if run.async_tp else 1.0,
         weight_bytes=2 if run.parameters == "bfloat16" else 4,
         state_bytes=4 if run.parameters == "bfloat16" else 8,
         reduce_bytes=2 if run.gradient_reduction == "bfloat16" else 4,

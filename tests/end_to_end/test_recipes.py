@@ -161,10 +161,12 @@ def test_predicted_activations_of_compiled_blocks_are_those_that_inductor_saves(
 
 
 @pytest.mark.parametrize(("gib", "code", "verdict"), [(80, 0, "fits"), (3, 1, "does not fit")])
-def test_the_command_says_whether_the_run_fits(gib, code, verdict, capsys, monkeypatch):
+def test_the_command_says_whether_the_run_fits_and_which_keys_have_no_effect(gib, code, verdict, capsys, monkeypatch):
     words = ["estimate", "train_configs/llama_debug.toml", "--device-memory-gib", str(gib), "--training.seq_len", "64"]
+    words += ["--checkpoint.enable", "false"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
         tool.main()
     assert ended.value.code == code
-    assert f"{verdict} a device of {gib} GiB" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert f"{verdict} a device of {gib} GiB" in out and "keys without effect: checkpoint." in err

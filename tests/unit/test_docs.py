@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -176,6 +177,23 @@ def test_the_hook_for_weights_and_biases_reports_every_step_to_one_run_of_all_st
     assert wandb.log.call_args_list == [mock.call({"loss": step / 2}, step=step) for step in (7, 8, 9, 10)]
     first, second = wandb.init.call_args_list
     assert first == second and first.kwargs["resume"] == "allow" and first.kwargs["id"]
+
+
+def test_the_script_of_a_sweep_ranks_runs_that_have_seen_fewer_tokens_last_and_shows_those_that_diverged(
+    tmp_path, monkeypatch, capsys
+):
+    page = (ROOT / "docs" / "guides" / "tracking.md").read_text(encoding="utf-8")
+    lines = {"a": (2.5, 400), "b": (2.25, 400), "diverged": (None, 400), "stopped": (2.125, 200)}
+    for name, (loss, tokens) in lines.items():
+        (tmp_path / "outputs/sweep" / name).mkdir(parents=True)
+        report = json.dumps({"step": tokens // 100, "loss_mean": loss, "tokens_seen": tokens})
+        (tmp_path / "outputs/sweep" / name / "metrics.jsonl").write_text(report + "\n")
+    (tmp_path / "outputs/sweep/begun").mkdir()
+    (tmp_path / "outputs/sweep/log.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    exec(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[-1], {})
+    found = [(line.split()[-1], line.split()[-2]) for line in capsys.readouterr().out.splitlines()]
+    assert found == [("b", "2.2500"), ("a", "2.5000"), ("diverged", "inf"), ("stopped", "2.1250"), ("begun", "inf")]
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one_and_all_others(capsys):

@@ -94,12 +94,33 @@ def test_the_line_has_the_median_of_the_steps_without_pauses(caplog, monkeypatch
     assert "such as saves" in line
 
 
+LEFT_OUT = {
+    "Muon's matmuls": {"optimizer": {"name": "Muon"}},
+    "copies of activation_checkpoint.offload": {"activation_checkpoint": {"mode": "full", "offload": True}},
+    "masks of documents": {"training": {"document_policy": "best_fit", "document_mask": True}},
+    "keeps layers in bfloat16": {"float8": {"enable": True, "filter_fqns": ["layers.0.*"]}},
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_slow_run_is_no_warning_where_the_prediction_leaves_costs_out(name, monkeypatch):
+    sections = config_of().model_dump(exclude_unset=True)
+    config = config_of(**{key: sections.get(key, {}) | values for key, values in LEFT_OUT[name].items()})
+    predicted = Outlook(config, CPU, 1, 4, Clock(0.0), True)._predicted("h200")
+    assert predicted
+    text, warned = verdict(predicted, Measured(2 * predicted.seconds, predicted.memory))
+    assert name in text and "slower than it could be" not in text and not warned
+    text, warned = verdict(predicted, Measured(2 * predicted.seconds, predicted.memory, clock=0.4))
+    assert name in text and THROTTLED in text and warned
+
+
 UNKNOWN = {
     "a device without blind runs of MoE models": {"model": {"name": "mixtral", "flavor": "8x7b"}},
     "adapters": {"lora": {"enable": True}},
     "float32": {"training": {"mixed_precision_param": "float32"}},
     "a memory budget": {"activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}},
     "weights on the host": {"parallelism": {"cpu_offload": True}},
+    "emulated float8": {"float8": {"enable": True, "emulate": True}},
     "a teacher": {"distillation": {"teacher": "folder"}},
 }
 

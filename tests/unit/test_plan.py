@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from models import attention
 from models.decoder import Decoder
 from tests import tiny, tiny_hybrid
 from tests.distributed.scenarios import MODES
@@ -22,6 +24,7 @@ from titanlite.plan.layers import Layers
 from titanlite.plan.moments import PHASES
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
+from titanlite.plan.report import limits
 from titanlite.plan.shape import ExpertShape, Layer, Matrix, Shape
 from titanlite.plan.step import Setup, Update, _kernels_of, measure_update, simulated_ranks
 from titanlite.plan.time import Choice, Job, device_named, step
@@ -262,6 +265,23 @@ def test_attention_on_a_gpu_holds_neither_scores_nor_a_mask():
     )
     of_cpu, of_gpu = (predict(config, 1, device).memory.total for device in ("cpu", "cuda"))
     assert of_gpu < of_cpu / 4  # 32 and 365 MB; with scores it would be 359
+
+
+def test_in_float32_attention_on_a_gpu_keeps_keys_and_values_for_each_head_of_the_queries():
+    """The memory-efficient kernel has no grouped queries; cuDNN and FlashAttention compute in 16 bits."""
+    config, saved = Config(), list[tuple[torch.dtype, torch.Size]]()
+    setup = Setup(family_of(config.model), config, None, "cuda", "balanced", False)  # type: ignore[arg-type]
+    hooks = saved_tensors_hooks(lambda each: saved.append((each.dtype, each.shape)), lambda each: each)
+    for dtype in (torch.bfloat16, torch.float32):
+        with FakeTensorMode(), _kernels_of(setup), hooks:
+            q, k, v = (torch.zeros(1, heads, 64, 16, dtype=dtype, requires_grad=True) for heads in (8, 2, 2))
+            attention.attend(q, k, v, None, None, None)
+    # queries and result, and keys and values
+    assert [saved.count((dtype, (1, 8, 64, 16))) for dtype in (torch.bfloat16, torch.float32)] == [2, 4]
+    forced = Config.model_validate({"model": {"attention": "efficient"}})
+    assert [line for line in limits(forced) if line not in limits(config)] == [
+        'model.attention = "efficient": its masks, and keys and values repeated for grouped queries, are left out'
+    ]
 
 
 @pytest.mark.parametrize("words", [{}, {"weight": torch.ones(8)}, {"weight": torch.ones(8), "eps": 1e-6}])

@@ -33,6 +33,7 @@ CASES = {
     "whole gradients": Case(BOTH, accumulation=2, parallelism=LATE),
     "an EMA, one microbatch, reduced at once": Case(BOTH, parallelism=LATE, others=AVERAGED),
     "tp 2, whole experts and gradients": experts({"dp_shard": 2, "tp": 2}, reduce_every_microbatch=False),
+    "8 experts on 3 ranks": experts({"dp_shard": 3}),
     "a pipeline, frozen at its beginning": Case(STAGES, "deep", 4, others=FROZEN),
     "a pipeline with Muon": Case(STAGES, "deep", 4, others=MUON),
 }
@@ -40,7 +41,9 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(["whole gradients", "a pipeline, frozen at its beginning", "Muon, tp 2, split experts"], CASES),
+    slow_but(
+        ["whole gradients", "a pipeline, frozen at its beginning", "Muon, tp 2, split experts", "8 experts on 3 ranks"], CASES
+    ),
 )
 def test_arithmetic_agrees_with_the_prediction_that_is_measured(name):
     config, ranks = CASES[name].config(), CASES[name].ranks

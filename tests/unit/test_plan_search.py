@@ -16,6 +16,7 @@ from benchmarks.published import FILE, Dimensions, Run
 from titanlite.config.read import Faults, read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
+from titanlite.loop.checks import check
 from titanlite.parallel import expert, mesh
 from titanlite.plan.job import ERRORS, MEMORY_ERROR, choice_of, job_of
 from titanlite.plan.pipeline import orders, rehearse, stage_costs
@@ -23,7 +24,7 @@ from titanlite.plan.report import RESERVE
 from titanlite.plan.search import NODE_SIZE, Candidate, candidates, choices, keys_of
 from titanlite.plan.shape import ExpertShape, Shape
 from titanlite.plan.step import simulated_ranks
-from titanlite.plan.time import LINK, Choice, Job, all_to_all, forward, memory, step
+from titanlite.plan.time import LINK, Choice, Job, all_to_all, forward, memory, parameters_of_rank, step
 from titanlite.plan.timeline import events
 from titanlite.registry.family import family_of
 from titanlite.tools import plan as tool
@@ -93,6 +94,22 @@ def test_where_collectives_run_once_a_step_more_microbatches_wait_for_none():
     assert step(one, ALL_SHARDS).fsdp == step(four, ALL_SHARDS).fsdp < step(four._replace(once=False), ALL_SHARDS).fsdp
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words", "each"),
+    [("llama_8b", "", 0.0), ("llama_8b", "--training.mixed_precision_reduce bfloat16", 1.0), ("llama_1b", "", 0.21)],
+)
+def test_narrow_gradients_and_a_tied_embedding_are_all_reduced_with_each_microbatch(recipe, words, each):
+    """each: what replicas reduce with a microbatch that is not the last, of all gradients; 0.21 of the 1B are its embedding."""
+    of = slow_network(job(recipe, *words.split()))  # which nothing hides
+
+    def waits(microbatches: int) -> float:
+        meshes = (Choice(dp_replicate=number, dp_shard=8) for number in (1, 8))
+        alone, both = (step(of._replace(global_batch=each.replicas * microbatches), each).fsdp for each in meshes)
+        return both - alone
+
+    assert waits(3) / waits(1) == pytest.approx(1 + 2 * each, rel=0.02)
+
+
 def test_a_token_goes_once_to_a_rank_or_first_to_a_node_that_has_several_of_its_experts():
     """Counted over all choices of 2 of 8 experts, on 4 ranks, of which 2 are a node."""
     of_ranks, of_nodes = (
@@ -142,6 +159,14 @@ def test_the_bubble_is_that_of_the_stages_that_a_run_makes(recipe, schedule):
     )
 
 
+def test_a_rank_updates_whole_experts_where_the_ranks_divide_neither_their_number_nor_their_rows():
+    """Of 8 experts with matrices of 4,096 x 14,336 on 24 ranks, 8 ranks have one each, and the others none."""
+    of = job("mixtral_8x7b")
+    experts = sum(often * layer.expert_parameters(of.shape.dim) for layer, often in of.shape.layers)
+    eight, ranks = (parameters_of_rank(of, Choice(dp_shard=ranks)) for ranks in (8, 24))
+    assert eight - ranks == pytest.approx((8 * eight - experts) * (1 / 8 - 1 / 24))
+
+
 def test_candidates_divide_the_ranks_and_fit_and_are_sorted():
     found = candidates(JOB, 256, "tokens_per_second")
     assert found and all(each.choice.ranks == 256 for each in found)
@@ -179,11 +204,6 @@ RECOMPUTED = WHOLE._replace(recompute="full")
 # options; choices, of which the last one is found; what the only refusal names
 REFUSALS: dict[str, tuple[tuple[str, ...], list[Choice], str]] = {
     "heads": ((), [Choice(tp=8), Choice(dp_shard=2, tp=8), Choice(pp=2, tp=8), Choice(tp=4)], "n_kv_heads = 4"),
-    "an option without effect": (
-        CHUNKS,
-        [WHOLE, Choice(tp=2), Choice(cp=2), RECOMPUTED],
-        "activation_checkpoint.sequence_chunks",
-    ),
     "options that exclude each other": (
         CHUNKS,
         [Choice(tp=2, recompute="full"), Choice(dp_shard=2, tp=2, recompute="full"), RECOMPUTED],
@@ -195,8 +215,20 @@ REFUSALS: dict[str, tuple[tuple[str, ...], list[Choice], str]] = {
         "needs PyTorch 2.13",
     ),
     "no experts": ((), [Choice(dp_shard=4, ep=2), Choice(dp_shard=2, ep=2), WHOLE], "no Experts"),
+    "stages of so many blocks": (
+        ("--parallelism.pipeline_parallel_layers_per_stage", "1"),
+        [
+            *(Choice(pp=4, dp_shard=number, schedule="Interleaved1F1B", microbatch=1) for number in (1, 2, 4)),
+            Choice(pp=2, schedule="Interleaved1F1B", microbatch=1),
+        ],
+        "needs a multiple of 4 stages, at least 8, and of 4 blocks pipeline_parallel_layers_per_stage = 1 makes 4",
+    ),
+    "float8 shards of unequal rows": (
+        ("--float8.enable", "true", "--float8.enable_fsdp_float8_all_gather", "true", "--training.global_batch_size", "96"),
+        [Choice(dp_shard=3), Choice(dp_replicate=2, dp_shard=3), Choice(dp_shard=3, microbatch=2), WHOLE],
+        "data_parallel_shard_degree x context_parallel_degree = 3 ranks do not divide the rows",
+    ),
     "more stages than blocks": ((), [Choice(pp=64), Choice(pp=64, dp_shard=2), WHOLE], "pipeline_parallel_degree = 64"),
-    "what only a GPU has": (("--activation_checkpoint.offload", "true"), [WHOLE, Choice(tp=2), RECOMPUTED], "offload"),
 }
 
 
@@ -228,13 +260,17 @@ def test_giving_up_is_said_beside_the_meshes_that_were_found(monkeypatch):
     assert tool.sound(found[:2], file, words, of, 5)[2] is False
 
 
-def test_keys_of_a_file_that_have_no_effect_on_a_mesh_do_not_refuse_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("key", "value"), [("sequence_chunks", "4"), ("offload", "true")])
+@pytest.mark.parametrize("given", ["file", "options"])
+def test_keys_that_have_no_effect_on_a_mesh_do_not_refuse_it(given, key, value, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "BEFORE_2_13", True)
-    file = tmp_path / "run.toml"
+    file, words = tmp_path / "run.toml", [f"--activation_checkpoint.{key}", value]
     base = f'base = "{ROOT}/train_configs/llama_124m.toml"\nmodel.flavor = "debug"\n'
-    file.write_text(f'{base}[activation_checkpoint]\nmode = "full"\nsequence_chunks = 4\n')
+    if given == "file":
+        base, words = f'{base}[activation_checkpoint]\nmode = "full"\n{key} = {value}\n', []
+    file.write_text(base)
     of = read_job(read_config(str(file), []), "h100", 8)
-    winners, refused, _ = tool.sound([Candidate(WHOLE, step(of, WHOLE), 0.0)], str(file), [], of, 5)
+    winners, refused, _ = tool.sound([Candidate(WHOLE, step(of, WHOLE), 0.0)], str(file), words, of, 5)
     assert [each.choice for each in winners] == [WHOLE] and not refused
 
 
@@ -244,6 +280,8 @@ def test_a_mesh_fits_by_the_state_that_its_optimizer_keeps():
     assert not candidates(adam, 8, "memory") and candidates(muon, 8, "memory")
     averaged = job("llama_70b", "--optimizer.ema_decay", "0.99", "--checkpoint.enable", "true", device="h200")
     assert (adam.state_bytes, averaged.state_bytes) == (8, 12) and 4 < muon.state_bytes < 4.2
+    kept_nowhere = job("llama_70b", "--optimizer.ema_decay", "0.99", "--checkpoint.enable", "false", device="h200")
+    assert kept_nowhere.state_bytes == 8
 
 
 def test_experts_are_split_only_where_they_are_divisible():
@@ -264,6 +302,8 @@ def test_experts_are_split_only_where_they_are_divisible():
         ("llama_8b", ["--parallelism.reduce_every_microbatch", "false"], "parallelism.reduce_every_microbatch"),
         ("llama_8b", ["--model.overrides.n_kv_heads", "5"], "n_kv_heads = 5.*: a forward pass fails"),
         ("llama_8b", ["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option"),
+        ("llama_8b", ["--float8.enable", "true", "--float8.emulate", "true"], "float8.emulate"),
+        ("llama_8b", ["--float8.enable", "true", "--float8.recipe_name", "rowwise_with_gw_hp"], "float8.recipe_name"),
     ],
 )
 def test_what_the_model_of_time_does_not_know_is_refused(recipe, words, named):
@@ -275,15 +315,27 @@ def test_blocks_are_compiled_only_where_the_model_is_among_the_components():
     assert job("llama_8b").compiled and not job("llama_8b", "--compile.components", "loss").compiled
 
 
+@pytest.mark.parametrize(
+    ("words", "exposed", "widest"),
+    [("true", 0.4, 8), ("true --float8.enable true", 0.8, 8), ("true --compile.backend eager", 1, 32), ("false", 1, 32)],
+)
+def test_async_tensor_parallelism_counts_inside_of_a_node_where_inductor_compiles_blocks(words, exposed, widest):
+    of = job("llama_8b", *f"--parallelism.enable_async_tensor_parallel true --compile.enable {words}".split())
+    assert of.exposed_tp == exposed and max(each.tp for each in choices(of, 64)) == widest
+
+
 def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = f"plan {ROOT}/train_configs/llama_124m.toml --model.flavor debug --gpus 2 --top 2"
-    monkeypatch.setattr(sys, "argv", [*words.split(), "--output", "best.toml", "--trace", "step.json"])
+    words = f"plan {ROOT}/train_configs/llama_124m.toml --model.flavor debug --gpus 2 --top 2 "
+    words += "--parallelism.enable_async_tensor_parallel true --output best.toml --trace step.json"
+    monkeypatch.setattr(sys, "argv", words.split())
     tool.main()
     trace = json.loads(Path("step.json").read_text())
     assert trace["traceEvents"] and trace["displayTimeUnit"] == "ms"
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "  2. " in out and "about" in out and "error: 10% on average" in out
+    assert "enable_async_tensor_parallel = true (option): has no effect unless parallelism.tensor_parallel_degree > 1" in err
+    check(read_config("best.toml", []), "best.toml", 2, open_files=False, elsewhere=True)
     printed = re.search(r"--training.local_batch_size (\d+)", out)
     assert printed and read_config("best.toml", []).training.local_batch_size == int(printed[1])
     assert read_config("best.toml", []).model.flavor == "debug", "what the options say is a part of it"

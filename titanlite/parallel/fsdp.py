@@ -146,6 +146,12 @@ def split_dimension(shape: Sequence[int], ranks: int) -> int:
     return 1 if len(shape) == 3 and shape[0] % ranks and shape[1] % ranks == 0 else 0
 
 
+def largest_share(shape: Sequence[int], ranks: int) -> float:
+    """Of a parameter that FSDP2 splits, what the rank with the most has: one of 8 experts on 24 ranks, if these divide none."""
+    size = shape[split_dimension(shape, ranks)]
+    return math.ceil(size / ranks) / size
+
+
 class GradientSync(NamedTuple):
     """Which reductions of gradients wait for the last microbatch of a step."""
 

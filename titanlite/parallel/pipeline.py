@@ -325,8 +325,8 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     if stages % degree or (of_a_rank == 1 and stages != degree) or stages < of_a_rank * degree:
         wanted = f"{degree} stages" if of_a_rank == 1 else f"a multiple of {degree} stages, at least {of_a_rank * degree}"
         yield (
-            f"parallelism.pipeline_parallel_layers_per_stage = {cfg.pipeline_parallel_layers_per_stage}: makes {stages} stages "
-            f'of {len(model.layers)} blocks, and "{schedule}" on {degree} ranks needs {wanted}; set it to -1'
+            f'{key}, pipeline_parallel_schedule = "{schedule}": needs {wanted}, and of {len(model.layers)} blocks '
+            f"pipeline_parallel_layers_per_stage = {cfg.pipeline_parallel_layers_per_stage} makes {stages}; set it to -1"
         )
 
 

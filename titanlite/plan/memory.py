@@ -11,6 +11,7 @@ from titanlite.config.schema import Config
 from titanlite.loop.memory import GIB, machine_memory
 from titanlite.loop.remedies import OFFLOAD, helps, spelled, ways
 from titanlite.optim.state import state_bytes
+from titanlite.parallel.fsdp import largest_share
 from titanlite.parallel.mesh import reduces_once, resolve_degrees
 from titanlite.parallel.pipeline import StageAssignment, assign_stages
 from titanlite.registry.check import Check
@@ -40,7 +41,9 @@ def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssign
     # with one microbatch, each block's are reduced at once
     late = reduces_once(config) and config.microbatches(degrees["dp_replicate"] * degrees["dp_shard"]) > 1
     late = late and not config.parallelism.cpu_offload  # they wait on the device, and this is about the host's memory
-    total = 0
+    shards, tp, ep = degrees["dp_shard"] * degrees["cp"], degrees["tp"], config.parallelism.expert_parallel_degree
+    # experts are split over all ranks of a replica, or tensor parallelism does not split them
+    of_experts, held = shards * tp // ep if ep > 1 else shards, 0.0
     for name, p in model.named_parameters():
         if not share.has(name):
             continue
@@ -49,10 +52,11 @@ def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssign
             size += p.numel() * state_bytes(name, p, config.optimizer)
             if not late:
                 size += p.numel() * p.element_size()
-        # experts are split over all ranks of a replica, or tensor parallelism does not split them
-        whole_over_tp = id(p) in apart and config.parallelism.expert_parallel_degree == 1
-        total += size * (degrees["tp"] if whole_over_tp else 1)
-    kept = total // (degrees["dp_shard"] * degrees["cp"] * degrees["tp"])
+        if id(p) in apart:
+            held += size / ep * largest_share((p.shape[0] // ep, *p.shape[1:]), of_experts)
+        else:
+            held += size / (shards * tp)
+    kept = int(held)
     if late:  # as the reduction takes them, until the last microbatch
         kept += unsharded(config, model, share) * DTYPES[config.training.mixed_precision_reduce].itemsize
     return kept

@@ -13,7 +13,7 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.launch.layout import number
 from titanlite.loop.metrics import Clock
-from titanlite.plan.job import MEMORY_ERROR, choice_of, errors_of, job_of
+from titanlite.plan.job import MEMORY_ERROR, choice_of, errors_of, job_of, left_out
 from titanlite.plan.report import GIB
 from titanlite.plan.time import memory, peak_flops_of, shipped_as, step
 
@@ -24,11 +24,12 @@ _THROTTLED = 0.6  # of a GPU's highest clock; matmuls at full power run at 0.7 t
 
 
 class Predicted(NamedTuple):
-    """seconds: of a step. memory: GiB. error: relative, in the ninth decile of published runs."""
+    """seconds: of a step. memory: GiB. error: relative, in the ninth decile of published runs. lacks: what is left out."""
 
     seconds: float
     memory: float
     error: float
+    lacks: str = ""
 
 
 class Measured(NamedTuple):
@@ -50,9 +51,12 @@ def verdict(predicted: Predicted, measured: Measured) -> tuple[str, bool]:
         f"{predicted.error:.0%}); peak memory {measured.memory:.1f} GiB, predicted {predicted.memory:.1f} GiB ({more:+.0%}, "
         f"expected within {MEMORY_ERROR:.0%})"
     )
+    if predicted.lacks:
+        text += f"; the prediction leaves out {predicted.lacks}"
     found = []
-    if slower > predicted.error:
-        found.append(f"slower than it could be: {_cause(1 - predicted.seconds / measured.seconds, measured)}")
+    cause = _cause(1 - predicted.seconds / measured.seconds, measured)
+    if slower > predicted.error and (cause or not predicted.lacks):
+        found.append(f"slower than it could be: {cause or 'unexplained'}")
     if more > MEMORY_ERROR:
         found.append("more memory than predicted: unexplained")
     return "; ".join([text, *found]), bool(found)
@@ -67,7 +71,7 @@ def _cause(excess: float, measured: Measured) -> str:
         f"the GPU is throttled to {clock:.0%} of its clock": clock < _THROTTLED,
         f"pauses, such as saves, take {measured.paused:.0%} of the training time": measured.paused >= excess / 2,
     }
-    return next((cause for cause, applies in causes.items() if applies), "unexplained")
+    return next((cause for cause, applies in causes.items() if applies), "")
 
 
 class Outlook:
@@ -119,7 +123,9 @@ class Outlook:
         try:
             job = job_of(self.config, device, number("LOCAL_WORLD_SIZE", self.ranks), self.global_batch)
             choice, errors = choice_of(self.config, self.ranks), errors_of(job, device)
-            return Predicted(step(job, choice).total, memory(job, choice) / GIB, errors[1]) if errors else None
+            if errors is None:
+                return None
+            return Predicted(step(job, choice).total, memory(job, choice) / GIB, errors[1], left_out(self.config))
         except UserError:  # what plan refuses
             return None
         except Exception as error:  # a fork's model may lack what the model of time reads, which is no reason to end a run

@@ -54,9 +54,10 @@ def room_of(job: Job) -> float:
 def choices(job: Job, ranks: int) -> Iterator[Choice]:
     """Every choice that divides the ranks, the batch, its sequences and the experts."""
     experts = [layer.experts.number for layer, _ in job.shape.layers if layer.experts]
+    widest = 4 * job.node if job.exposed_tp == 1 else job.node  # async TP needs NVLink between all ranks
     for pp, cp, tp in itertools.product(_divisors(ranks), repeat=3):
         divided = job.seq_len % equal_parts(cp, tp) == 0 and (cp == 1 or job.seq_len // cp >= _SHORTEST)
-        if ranks % (pp * cp * tp) or pp > job.shape.depth or tp > 4 * job.node or not divided:
+        if ranks % (pp * cp * tp) or pp > job.shape.depth or tp > widest or not divided:
             continue
         data = ranks // (pp * cp * tp)
         for replicas in _divisors(data) if job.global_batch % data == 0 else ():

@@ -289,11 +289,14 @@ def _attend_on_cuda(
     """A fused kernel's: it keeps its result and one number for each query and head. So do FlexAttention's, for masks too."""
     if backend == SDPBackend.MATH:
         return elsewhere(q, k, v, mask, scale, softcap, backend, sinks)
-    if q.shape[-1] == v.shape[-1]:
+    groups, equal = q.shape[1] // k.shape[1], q.shape[-1] == v.shape[-1]
+    # in float32 plain causal attention is the memory-efficient kernel's, which has no grouped queries
+    plain = mask is None and softcap is None and sinks is None and q.shape[2] == k.shape[2]
+    if groups > 1 and (not equal or (plain and q.dtype == torch.float32)):
+        k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
+    if equal:
         out, log_sum = flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
     else:
-        groups = q.shape[1] // k.shape[1]
-        k, v = (part.repeat_interleave(groups, dim=1) if groups > 1 else part for part in (k, v))
         out, log_sum = cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[:2]
     if sinks is None:
         return out

@@ -15,6 +15,7 @@ from pydantic import Field
 from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Positive, read_toml, validated
+from titanlite.parallel.fsdp import largest_share
 from titanlite.plan.experts import any_of
 from titanlite.plan.pipeline import passes_ahead
 from titanlite.plan.report import GIB, RESERVE
@@ -29,7 +30,8 @@ _NETWORK_HOP = 14e-6  # seconds of latency between neighbors of a ring that are 
 _TILE = 128  # rows and columns of a matmul's result that one SM computes
 _CONTENTION = 0.18  # of a GPU that a collective takes from matmuls: NCCL's 24 channels occupy as many of an H100's 132 SMs
 _CPU_TILE = 16  # a vector of 16 float32; a CPU computes no waves
-_ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed
+ASYNC_TP = 0.4  # of the collectives of tensor parallelism that remain exposed where 6 of a block's 8 overlap
+ASYNC_TP_FLOAT8 = 0.8  # where 2 of 8 do (docs/guides/parallelism.md)
 _FLOAT8 = 0.75  # of the matmul rate in bfloat16 that float8 reaches, both relative to their peaks
 _STREAMS = 7  # hidden states of a block's fused kernels, beside results of matmuls: 2 for each norm, 3 for the residual
 _UNFUSED = 2  # times the bytes where operations run one by one: 1.9 in llama3
@@ -163,13 +165,15 @@ class Job(NamedTuple):
     global_batch: int  # sequences
     float8: bool = False
     compiled: bool = True
-    async_tp: bool = False
+    exposed_tp: float = 1.0  # of the collectives of tensor parallelism, what is waited for; less with async TP
     weight_bytes: int = 4  # of a value of the parameters that the optimizer updates
     state_bytes: float = 8.0  # that the optimizer and an EMA keep for a parameter's value, on average
     reduce_bytes: int = 4  # of a gradient while it is reduced
     item: int = 2  # bytes of a value that is computed: bfloat16, or 4 of float32
     gathered: int = 2  # bytes of a value of the blocks' parameters that FSDP gathers
     once: bool = False  # parameters are gathered and gradients reduced once a step, not with each microbatch
+    replicas_each: bool = False  # gradients are all-reduced over replicas with each microbatch, not once a step
+    tied: bool = False  # embedding and head are one parameter, whose gradient is all-reduced so in any case
     stages: Callable[[int, str], Stages] = one_stage  # of so many ranks with a schedule
 
     @property
@@ -285,7 +289,7 @@ def forward(job: Job, layer: Layer, choice: Choice) -> Pass:
             exchanged = 2 * (all_to_all(job, nodes, of_nodes, within) + all_to_all(job, within, of_ranks))
     elementwise = job.item * values / (job.device.memory_gb_per_second * 1e9) * (1 if job.compiled else _UNFUSED)
     gathers = 2 * sum(each.times * (each.split == "row") for each in layer.matrices)
-    waits = gathers * ring(job, tp, 1, hidden) * (_ASYNC_TP if job.async_tp else 1)
+    waits = gathers * ring(job, tp, 1, hidden) * job.exposed_tp
     keys = job.item * choice.microbatch * job.seq_len * layer.keys / tp
     return Pass(seconds, elementwise, waits, ring(job, choice.cp, tp, keys), exchanged)
 
@@ -376,9 +380,16 @@ def step(job: Job, choice: Choice) -> Seconds:
     of_embeddings = shape.embeddings / choice.tp * (job.item + job.reduce_bytes) / choice.pp
     fsdp += ring(job, edge, choice.tp, of_embeddings) * (1 if once else microbatches)
     values = parameters_of_rank(job, choice)
-    replicas = 2 * ring(job, choice.dp_replicate, edge * choice.tp, job.reduce_bytes * values)
-    hidden = 0.0 if device.cpu_ranks else whole / microbatches / 2
-    fsdp += overlapped(replicas, hidden)  # the last microbatch's backward pass hides the rest
+
+    def replicas(size: float) -> float:
+        return 2 * ring(job, choice.dp_replicate, edge * choice.tp, job.reduce_bytes * size)
+
+    # the last microbatch's backward pass hides the rest
+    reduced = overlapped(replicas(values), 0.0 if device.cpu_ranks else whole / microbatches / 2)
+    fsdp += reduced
+    if not once:
+        of_tied = replicas(shape.embeddings / (choice.tp * edge)) if job.tied else 0.0
+        fsdp += (microbatches - 1) * (reduced if job.replicas_each else of_tied)
     sends = 0.0
     if choice.pp > 1:
         sends = 2 * microbatches * stages.of_rank * send(job, choice.ranks, job.item * tokens * shape.dim / choice.tp)
@@ -394,9 +405,14 @@ def parameters_of_rank(job: Job, choice: Choice) -> float:
     """Parameters that a rank updates, on average over a pipeline."""
     shape, shards = job.shape, choice.dp_shard * choice.cp
     dense = shape.embeddings + sum(often * each.dense_parameters for each, often in shape.layers)
-    experts = sum(often * each.expert_parameters(shape.dim) for each, often in shape.layers)
     # tensor parallelism does not split experts; expert parallelism splits them over all ranks of a replica
-    return (dense / choice.tp + experts / (choice.tp if choice.ep > 1 else 1)) / (choice.pp * shards)
+    of_experts, held = shards * choice.tp // choice.ep if choice.ep > 1 else shards, 0.0
+    for each, often in shape.layers:
+        if each.experts:
+            rows = (each.experts.hidden, shape.dim, each.experts.hidden)  # of an expert's matrices
+            shares = [largest_share((each.experts.number // choice.ep, size, 1), of_experts) for size in rows]
+            held += often * each.expert_parameters(shape.dim) / choice.ep * sum(shares) / 3
+    return (dense / (choice.tp * shards) + held) / choice.pp
 
 
 def memory(job: Job, choice: Choice) -> float:

@@ -16,6 +16,8 @@ Exit code 0: the run fits the memory; 1: it does not; 2: a fault of the configur
 
 import sys
 
+from titanlite.config import effects
+from titanlite.config.effects import Hardware
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.plan.experts import Routing
@@ -34,6 +36,8 @@ def main() -> None:
     if options.routing and config.parallelism.expert_parallel_degree == 1:
         raise UserError(f"--routing {options.routing}: has no effect unless parallelism.expert_parallel_degree > 1")
     check(config, path, options.ranks, open_files=False, elsewhere=True)  # for another machine, with its GPUs and data
+    if note := effects.note(config.idle(Hardware(ranks=options.ranks))):
+        print(f"{path}: {note}", file=sys.stderr)
     routing: Routing = options.routing or "balanced"
     prediction = predict(config, options.ranks, routing=routing)
     if options.timeline:

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from titanlite.config.effects import OPTION
+from titanlite.config import effects
+from titanlite.config.effects import OPTION, ConfigLayer, Hardware
 from titanlite.config.read import Faults, read_config, read_words, toml_value
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -80,8 +81,12 @@ def main() -> None:
         tried = f" among those that were tried: gave up after {_TRIED} refusals" if gave_up else ""
         print(f"{config.model.title}: no mesh of {options.gpus} x {options.device} fits{tried}{reason}")
         sys.exit(1)
+    idle = chosen_config(path, words[1:], winners[0].choice).idle(Hardware(ranks=options.gpus))
+    if note := effects.note(idle):
+        print(f"{path}: on the first mesh, {note}", file=sys.stderr)
     if options.output:
-        write(options.output, path, kept | keys_of(winners[0].choice))
+        without = {f"{key.section}.{key.name}" for key in idle}  # refused in one file with what switches them off
+        write(options.output, path, {key: kept[key] for key in kept if key not in without} | keys_of(winners[0].choice))
     if options.trace:
         trace = {"traceEvents": events(job, winners[0].choice), "displayTimeUnit": "ms"}
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
@@ -111,6 +116,14 @@ def read_job(config: Config, device: str, node: int) -> Job:
     return job_of(config, device, node, config.training.global_batch_size)
 
 
+def chosen_config(path: str, words: list[str], choice: Choice) -> Config:
+    """The configuration with a choice, for which keys without effect are refused as little in options as in the file."""
+    keys = keys_of(choice)
+    config = read_config(path, [*words, *(word for key, value in keys.items() for word in (f"--{key}", str(value)))])
+    config.layers.update(dict.fromkeys(keys, ConfigLayer(OPTION.number + 1)))
+    return config
+
+
 def sound(found: list[Candidate], path: str, words: list[str], job: Job, top: int) -> tuple[list[Candidate], list[str], bool]:
     """(the first candidate of each of the first meshes that `check` accepts, of which the first fits by `estimate`; why others
     are refused; whether it gave up).
@@ -124,8 +137,7 @@ def sound(found: list[Candidate], path: str, words: list[str], job: Job, top: in
     tried: list[tuple[dict[str, Any], float]] = []
 
     def checked(choice: Choice) -> Config:
-        chosen = [word for key, value in keys_of(choice).items() for word in (f"--{key}", str(value))]
-        config = read_config(path, [*words, *chosen])
+        config = chosen_config(path, words, choice)
         check(config, path, choice.ranks, open_files=False, elsewhere=not on_cpu)
         return config
 

@@ -118,7 +118,8 @@ def shard_faults(config: Config, model: nn.Module, ranks: int) -> Iterator[str]:
     every = linear_layers(model, config, {})[0] if config.float8.enable and config.float8.enable_fsdp_float8_all_gather else {}
     if uneven := dict.fromkeys(every_layer(name) for name, each in every.items() if each.out_features % ranks):
         remedy = "set it to false, or add them to float8.filter_fqns"
-        yield f"{_GATHER}: {ranks} ranks do not divide the rows of {', '.join(uneven)}; {remedy}"
+        degrees = "data_parallel_shard_degree x context_parallel_degree"
+        yield f"{_GATHER}: {degrees} = {ranks} ranks do not divide the rows of {', '.join(uneven)}; {remedy}"
 
 
 def _token_faults(config: Config) -> Iterator[str]:
