@@ -14,6 +14,9 @@ from multiprocessing import resource_tracker
 
 from titanlite.ground.errors import UserError
 
+# What a terminal, or a scheduler, may send to every process of a run, and the process that started a worker reacts to.
+TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
 
 def end_with_parent(parent: int | None = None) -> None:
     """On Linux, the kernel ends this process when the one that started it dies, even by SIGKILL.
