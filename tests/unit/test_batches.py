@@ -1,5 +1,6 @@
 """Global batches: the same for any number of ranks and workers, from any position; stalls and failures are named."""
 
+import itertools
 import logging
 import multiprocessing.forkserver as forkserver
 import os
@@ -277,7 +278,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_and_their_server_end_with_a_rank_that_is_killed(sources, tmp_path):
+def test_all_processes_outlive_a_stop_signal_to_them_and_end_with_a_rank_that_is_killed(sources, tmp_path):
     (tmp_path / "reading.py").write_text(READING)
     mark = str(sources[0].files[0].prefix)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "THIS_RUN": str(tmp_path)}
@@ -285,7 +286,12 @@ def test_workers_and_their_server_end_with_a_rank_that_is_killed(sources, tmp_pa
         [sys.executable, tmp_path / "reading.py", mark], stdout=subprocess.PIPE, env=environment, start_new_session=True
     )
     assert rank.stdout.readline() == b"reading\n"
-    assert len(marked(str(tmp_path), "THIS_RUN")) >= 3  # rank, server, worker
+    processes = marked(str(tmp_path), "THIS_RUN")
+    assert len(processes) >= 4  # rank, server, worker, and the resource tracker, which prints tracebacks if it must start again
+    for pid, number in itertools.product({*processes} - {rank.pid}, children.TO_ALL):
+        os.kill(pid, number)
+    time.sleep(0.1)
+    assert {*marked(str(tmp_path), "THIS_RUN")} == {*processes}
     rank.kill()
     rank.wait()
     until(lambda: not marked(str(tmp_path), "THIS_RUN"))
