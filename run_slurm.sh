@@ -14,7 +14,8 @@
 # with exit code 75. Then the job is requeued, with the same number and the same log, and resumes from the checkpoint.
 # Any other exit code is the job's.
 #     scancel --signal=USR1 JOB    saves, ends, and restarts when nodes are free, as at the time limit
-#     scancel JOB                  saves if that takes less than KillWait (30 s by default), and ends the job
+#     scancel JOB                  ends the job at once, without saving: at this signal, srun kills the ranks. To save first,
+#                                  send USR1, and cancel the job when its log says that it is requeued
 #
 # From the environment, as in run_train.sh: NGPU, RDZV_TIMEOUT, LOG_RANK, MAX_RESTARTS, PYTHON, OMP_NUM_THREADS.
 

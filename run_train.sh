@@ -7,9 +7,9 @@
 # Checks the configuration once, then starts the ranks. The exit code is the run's: 0 done, 2 a fault in the configuration or
 # data, 75 stopped and to be started again, 128 + n ended by signal n, anything else a failed rank.
 #
-# SIGTERM or SIGUSR1, to this process or to any rank, stops the run: the step is finished, a checkpoint saved, and the exit
-# code is 75. So does job.time_limit_minutes, counted from here. A second signal ends the run at once, and so do SIGINT and,
-# without nohup, the end of the terminal (SIGHUP).
+# SIGTERM, SIGUSR1 or SIGUSR2, to this process or to any rank, stops the run: the step is finished, a checkpoint saved, and the
+# exit code is 75. So does job.time_limit_minutes, counted from here. A second signal to this process ends the run at once, and
+# so do SIGINT and, without nohup, the end of the terminal (SIGHUP).
 #
 # From the environment:
 #   NGPU           ranks on this node; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo
@@ -27,7 +27,7 @@
 #   MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_  glibc's on CPUs; default: freed memory is kept
 set -euo pipefail
 
-trap 'exit 75' TERM USR1 # until the launcher takes over: there is nothing to save
+trap 'exit 75' TERM USR1 USR2 # until the launcher takes over: there is nothing to save
 
 script=${BASH_SOURCE[0]}
 while [[ -L "$script" ]]; do # a link to this script finds what is beside the script

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException
 
 from tests.end_to_end.launcher import ROOT
 from tests.waiting import PATIENCE, until
@@ -59,6 +60,16 @@ def test_the_original_error_of_any_rank_is_reported_in_one_line_with_its_locatio
 
 def test_a_killed_rank_is_named_with_the_likely_cause():
     with pytest.raises(UserError, match=r"process 1 terminated with signal SIGKILL; .* if memory runs out"):
+        on_ranks(2, killed, use_gpus=False)
+
+
+def test_a_killed_rank_is_named_and_not_the_lost_connection_of_another(monkeypatch):
+    def start(_, words, **__):
+        (Path(words[2]) / "error-0000-0").write_text("Connection closed by peer")
+        raise ProcessExitedException("process 1 terminated", 1, 1234, -signal.SIGKILL, "SIGKILL")
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
+    with pytest.raises(UserError, match=r"process 1 terminated; .* if memory runs out"):
         on_ranks(2, killed, use_gpus=False)
 
 

@@ -17,7 +17,7 @@ from tests.waiting import until
 PATIENCE = 120.0  # for a real run on a busy machine
 
 # Starts the command once per node. A signal reaches every process of every node, as from slurmstepd, even in other sessions;
-# the exit code is the highest. As observed with Slurm 22.05.
+# the exit code is the highest. As observed with Slurm 22.05. At SIGTERM srun kills them: "srun: forcing job termination".
 SRUN = """#!{python}
 import os, pathlib, signal, subprocess, sys
 words = sys.argv[1:]
@@ -32,7 +32,7 @@ def forward(number, frame):
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             if f"IN_STEP={{os.getpid()}}" in (entry / "environ").read_text(errors="replace").split("\\0"):
-                os.kill(int(entry.name), number)
+                os.kill(int(entry.name), signal.SIGKILL if number == signal.SIGTERM else number)
         except OSError:
             pass
 
@@ -172,18 +172,19 @@ def test_a_signal_to_the_shell_alone_reaches_the_run_and_requeues(stubbed):
     assert (ended.code, ended.left, stubbed.requests()) == (75, [], [f"requeue {stubbed.number}"]), ended.err
 
 
-def test_a_cancelled_job_is_not_requeued_although_it_has_saved(stubbed):
+@pytest.mark.parametrize(("to_srun", "code"), [(signal.SIGTERM, 137), (signal.SIGUSR1, 75)])
+def test_a_cancelled_job_is_not_requeued_although_it_may_have_saved(stubbed, to_srun, code):
     """scancel sends SIGTERM to the steps, to srun and to the shell; a requeue would restart the job.
 
     The shell gets it first here: a step that ends before the shell gets its signal looks like a preemption, and bash forgets
-    the exit code of a process that ends at the instant of the signal. Real steps save first.
+    the exit code of a process that ends at the instant of the signal. With 75 the ranks were already saving.
     """
     started = _running_stubs(stubbed)
     started.process.send_signal(signal.SIGTERM)
     until(lambda: started.has_taken(signal.SIGTERM))
-    os.kill(stubbed.srun(), signal.SIGTERM)
+    os.kill(stubbed.srun(), to_srun)
     ended = finish(started)
-    assert (ended.code, ended.left, stubbed.requests()) == (75, [], []), ended.err
+    assert (ended.code, ended.left, stubbed.requests()) == (code, [], []), ended.err
 
 
 # -------------------------------------------------------------------------------------------------------------- real runs

@@ -183,6 +183,23 @@ def test_ranks_that_torchrun_restarts_continue_from_the_last_checkpoint(failing)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_stop_signal_to_torchrun_and_to_its_ranks_saves(folder, to_all):
+    """torchrun sends its ranks SIGTERM for its own, which a scheduler may have sent them too."""
+    words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "titanlite", "train")
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "STEP_SECONDS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
+    started = launch(*words, "run.toml", *ENDLESS, folder=folder, script=Path(sys.executable), **own)
+    try:
+        when_training(started, folder / "out")
+        for pid in started.pids() if to_all else [started.process.pid]:
+            os.kill(pid, signal.SIGTERM)
+    finally:
+        ended = finish(started)
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert "got SIGTERM" in ended.err and checkpoints(folder) == steps(folder)[-1:] != []
+
+
+@pytest.mark.slow
 def test_a_rank_that_a_shell_has_started_outlives_it(folder):
     """As with nohup: only an agent, such as torchrun's, waits for its ranks."""
     waiting = "while [ ! -e out/metrics.jsonl ]; do sleep 0.1; done"

@@ -1,10 +1,10 @@
 """Global batches: the same for any number of ranks and workers, from any position; stalls and failures are named."""
 
+import itertools
 import logging
 import multiprocessing.forkserver as forkserver
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +23,7 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.ground.errors import UserError
+from titanlite.launch import children
 
 pytestmark = pytest.mark.usefixtures("no_fork_server")  # it receives signals that ours must not get, and so would its forks
 SEQ_LEN, GLOBAL = 8, 12
@@ -224,14 +225,34 @@ def test_a_killed_worker_is_reported_and_the_others_end_whatever_locks_it_had(so
     until(lambda: not closing.is_alive() and not ours & workers())
 
 
+class Unsendable:
+    def __reduce__(self) -> str:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)")
+
+
+class Unsent(StepDataset):
+    """Batches that pickle cannot take, as where /dev/shm has no space."""
+
+    def __getitem__(self, step: int) -> Unsendable:
+        return Unsendable()
+
+
+def test_a_batch_that_a_worker_cannot_send_ends_the_run(sources):
+    """Python only prints that and drops the batch, for which the loader waited forever."""
+    source = Batches(Unsent(config_of(workers=1), mix_of(sources, config_of()), (0, 1)))
+    with pytest.raises(RuntimeError, match="a data worker has ended, perhaps because its memory or that of /dev/shm ran out"):
+        next(source)
+    source.close()
+
+
 def test_workers_ignore_a_stop_signal_to_all_processes_and_end_with_close(sources):
     before = workers()
     source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), (0, 1)))
     (worker,) = workers() - before
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # during its start
+    for number in children.TO_ALL:  # during its start
         os.kill(worker, number)
     next(source)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in children.TO_ALL:
         os.kill(worker, number)
     for _ in range(10):
         next(source)
@@ -257,7 +278,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_and_their_server_end_with_a_rank_that_is_killed(sources, tmp_path):
+def test_all_processes_outlive_a_stop_signal_to_them_and_end_with_a_rank_that_is_killed(sources, tmp_path):
     (tmp_path / "reading.py").write_text(READING)
     mark = str(sources[0].files[0].prefix)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "THIS_RUN": str(tmp_path)}
@@ -265,7 +286,12 @@ def test_workers_and_their_server_end_with_a_rank_that_is_killed(sources, tmp_pa
         [sys.executable, tmp_path / "reading.py", mark], stdout=subprocess.PIPE, env=environment, start_new_session=True
     )
     assert rank.stdout.readline() == b"reading\n"
-    assert len(marked(str(tmp_path), "THIS_RUN")) >= 3  # rank, server, worker
+    processes = marked(str(tmp_path), "THIS_RUN")
+    assert len(processes) >= 4  # rank, server, worker, and the resource tracker, which prints tracebacks if it must start again
+    for pid, number in itertools.product({*processes} - {rank.pid}, children.TO_ALL):
+        os.kill(pid, number)
+    time.sleep(0.1)
+    assert {*marked(str(tmp_path), "THIS_RUN")} == {*processes}
     rank.kill()
     rank.wait()
     until(lambda: not marked(str(tmp_path), "THIS_RUN"))

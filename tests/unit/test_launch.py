@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from tests.waiting import PATIENCE
 from titanlite.launch import launcher as launch
-from titanlite.launch import stop
+from titanlite.launch import layout, stop
 from titanlite.launch.launcher import Launcher, Ranks, first_failure
 
 KILL, SEGV, ABORT, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGTERM
@@ -56,7 +56,7 @@ def launcher(tmp_path: Path) -> Launcher:
 
 def start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """A rank that runs $SCRIPT, with all signals blocked, as the fork server starts one."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGQUIT))
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (*stop.SIGNALS, signal.SIGQUIT))
     try:
         script = [sys.executable, "-c", environment["SCRIPT"]]
         return subprocess.Popen(script, env=os.environ | environment, start_new_session=True)
@@ -71,6 +71,35 @@ def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_se
         launcher.on_request(signal.SIGTERM, None)
 
 
+def test_a_signal_while_the_run_is_ending_does_not_interrupt_that(launcher):
+    with pytest.raises(SignalException):
+        launcher.on_ending(signal.SIGINT, None)
+    launcher.on_ending(signal.SIGINT, None)
+    launcher.on_request(signal.SIGTERM, None)
+    assert launcher.end_now == signal.SIGINT
+
+
+def test_the_cores_of_a_container_are_its_quota_of_cpu_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "_CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert layout.cores() == 64
+    for text, count in (
+        ("max 100000", 64),
+        ("400000 100000", 4),
+        ("250000 100000", 3),
+        ("50000 100000", 1),
+        ("9000000 90000", 64),
+    ):
+        (tmp_path / "cpu.max").write_text(f"{text}\n")
+        assert layout.cores() == count
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    for quota, count in ((-1, 64), (150000, 2)):
+        (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert layout.cores() == count
+
+
 HANGUP = """
 import signal
 from pathlib import Path
@@ -79,16 +108,18 @@ from titanlite.launch import launcher
 from titanlite.launch.layout import Layout
 
 launcher.rendezvous_handler_registry = mock.Mock()  # PyTorch's takes a name only once
-launcher.launch_agent = lambda *_: signal.raise_signal(signal.SIGHUP)
-for action in (signal.SIG_IGN, signal.SIG_DFL):
+launcher.launch_agent = lambda *_: signal.raise_signal(number)
+for number, action in ((signal.SIGHUP, signal.SIG_IGN), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGUSR2, signal.SIG_DFL)):
     signal.signal(signal.SIGHUP, action)
     print(launcher.launch(Layout(1, 1, 0, "localhost", 0, "", 0, 600), launcher.Launcher(Path("out"), None), 60.0))
 """
 
 
-def test_a_run_outlives_its_terminal_under_nohup_only():
-    done = subprocess.run([sys.executable, "-c", HANGUP], capture_output=True, check=True, timeout=PATIENCE)
+def test_a_run_outlives_its_terminal_under_nohup_only_and_stops_at_the_signal_that_its_ranks_get():
+    """SIGUSR2 is that of Grid Engine's -notify, too. No rank is running here."""
+    done = subprocess.run([sys.executable, "-c", HANGUP], capture_output=True, timeout=PATIENCE)
     assert [int(code) for code in done.stdout.split()] == [0, 128 + signal.SIGHUP]
+    assert done.returncode == stop.EXIT_CODE
 
 
 # --------------------------------------------------------------------------------------------------- ranks of two lines

@@ -9,8 +9,9 @@ from torch import nn
 
 from titanlite.config.schema import Config
 from titanlite.ground import errors
+from titanlite.loop import memory as memory_module
 from titanlite.loop.distillation import Teacher
-from titanlite.loop.memory import Memory, OutOfMemory, held_memory
+from titanlite.loop.memory import Memory, OutOfMemory, capacity, held_memory
 from titanlite.loop.metrics import Clock
 from titanlite.loop.remedies import remedies
 from titanlite.optim.ema import attach
@@ -106,6 +107,12 @@ def memory(monkeypatch) -> Memory:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 70 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 78 * GIB)
     return Memory(configuration(), torch.device("cuda", 3), 16)
+
+
+def test_of_a_container_no_free_bytes_of_the_whole_machine_are_shown(monkeypatch):
+    total, _ = capacity(CPU)
+    monkeypatch.setattr(memory_module, "machine_memory", lambda: total // 2)
+    assert capacity(CPU) == (total // 2, None)
 
 
 ERRORS = [

@@ -21,6 +21,7 @@ from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.readers import BadDocument
 from titanlite.data.tokenizer import LoadedTokenizer, describe, tokenizer_digest
 from titanlite.ground.errors import UserError
+from titanlite.launch import children
 
 _TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (n % 7) for n in range(60)]
 _CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
@@ -343,6 +344,23 @@ def test_changed_inputs_are_refused_with_their_names(tmp_path, tokenizer, many_u
     os.utime(paths[1], (1, 1))
     with pytest.raises(UserError, match=r"b\.jsonl has changed"):
         _prepare(paths, tmp_path / "out", tokenizer)
+
+
+def test_a_stop_signal_to_all_processes_does_not_end_the_workers(tmp_path, tokenizer, many_units, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", _TEXTS)
+    encode_all = prepare.encode_all
+
+    def signaled(*arguments: Any) -> Any:
+        for number, answer in enumerate(encode_all(*arguments)):
+            yield answer
+            if number == 0:
+                for worker in multiprocessing.active_children():
+                    for each in children.TO_ALL:
+                        os.kill(worker.pid, each)
+
+    monkeypatch.setattr(prepare, "encode_all", signaled)
+    _prepare(path, tmp_path / "out", tokenizer, workers=2)
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
 
 
 def test_an_output_of_inputs_that_change_never_gets_the_final_name(tmp_path, tokenizer, many_units, monkeypatch):

@@ -165,13 +165,14 @@ def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp
 def test_changes_are_recorded_in_any_encoding_and_of_any_owner(tmp_path, monkeypatch):
     path, git = tmp_path / "notes.txt", ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     path.write_bytes("café\n".encode("latin-1"))
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+    shown = (["config", "color.ui", "always"], ["config", "diff.external", "true"])  # which a user reads, and nobody applies
+    for words in (["init", "-q"], *shown, ["add", "."], ["commit", "-q", "-m", "a"]):
         subprocess.run([*git, *words], check=True)
     path.write_bytes("thé\n".encode("latin-1"))
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # as in a container, whose user is another one
     monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "titanlite/launch/run_folder.py"))
     record_start(Config(job=Job(dump_folder=str(tmp_path / "out"))), {})
-    assert "+th\N{REPLACEMENT CHARACTER}" in json.loads((tmp_path / "out/provenance.json").read_text())[0]["git"]["diff"]
+    assert "\n+th\N{REPLACEMENT CHARACTER}\n" in json.loads((tmp_path / "out/provenance.json").read_text())[0]["git"]["diff"]
     # a repository of another user around the folder of packages, whose configuration git would run
     monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "site-packages/titanlite/launch/run_folder.py"))
     (tmp_path / "site-packages").mkdir()

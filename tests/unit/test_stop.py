@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.waiting import PATIENCE
+from titanlite.config.schema import Config
 from titanlite.launch import stop
 
 # Sends itself signals, one after the other, and prints what it has received if it is still running.
@@ -51,6 +52,28 @@ def test_a_second_request_ends_the_rank_by_its_signal(signals):
     assert listen(*signals) == (-getattr(signal, signals[-1]), "")
 
 
+TORCHRUN = "os.environ['TORCHELASTIC_RUN_ID'] = 'none'"
+
+
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGUSR1"])
+def test_of_a_signal_to_all_processes_torchrun_sends_another_which_is_the_same_request(first):
+    assert listen(first, "SIGTERM", before=TORCHRUN) == (0, f"{first} False")
+    assert listen(first, "SIGTERM", before=f"{TORCHRUN}; stop._ONE_REQUEST = 0.0") == (-signal.SIGTERM, "")
+    ours = f"{TORCHRUN}; os.environ[stop.STORE_OF_START] = '1'"
+    assert listen(first, "SIGTERM", before=ours) == (-signal.SIGTERM, "")
+
+
+@pytest.mark.parametrize(("restarts", "ours", "refused"), [("3", False, True), ("0", False, False), ("3", True, False)])
+def test_a_time_limit_that_torchrun_would_take_for_a_failure_is_refused(monkeypatch, restarts, ours, refused):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    if ours:
+        monkeypatch.setenv(stop.STORE_OF_START, "1")
+    limited = Config.model_validate({"job": {"time_limit_minutes": 30.0}})
+    assert [*stop.faults(Config())] == []
+    assert any("job.time_limit_minutes = 30: torchrun --max-restarts=3" in fault for fault in stop.faults(limited)) == refused
+
+
 def test_a_second_request_ends_a_rank_that_is_stuck_in_a_library():
     stuck = "import ctypes, threading; threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()"
     stuck += "; ctypes.CDLL(None).pause()"  # the first signal has already returned from it: only the second one interrupts
@@ -86,6 +109,7 @@ def test_a_time_limit_counts_from_the_command_and_ignores_changes_of_the_clock(g
     assert stop.Stop(limit).agreed() == reason
 
 
-def test_the_launcher_leaves_at_once_while_it_has_no_ranks():
-    script = "import os, signal; from titanlite.launch import stop; stop.leave_at_once(); os.kill(os.getpid(), signal.SIGUSR1)"
+@pytest.mark.parametrize("number", stop.SIGNALS)
+def test_the_launcher_leaves_at_once_while_it_has_no_ranks(number):
+    script = f"import os, signal; from titanlite.launch import stop; stop.leave_at_once(); os.kill(os.getpid(), {int(number)})"
     assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE).returncode == stop.EXIT_CODE == os.EX_TEMPFAIL

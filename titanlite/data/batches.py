@@ -6,13 +6,14 @@ Which samples a step has follows from the timeline of the run (timeline.py). The
 import itertools
 import logging
 import multiprocessing
-import signal
+import os
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
+from multiprocessing import connection, queues
 from multiprocessing.context import BaseContext
 
 import numpy as np
@@ -202,8 +203,10 @@ class Batches(Iterator[Batch]):
                 raise
             self._end_if_a_worker_has_died()
             read = self._dataset.read_by_workers(self._step)
-            why = "its memory ran out, or a file that it read was truncated or could no longer be read"
-            raise RuntimeError(f"a data worker has ended, perhaps because {why}; read last: {read}") from error
+            why = "its memory or that of /dev/shm ran out (docker run --shm-size), or a file that it read was truncated"
+            raise RuntimeError(
+                f"a data worker has ended, perhaps because {why} or could no longer be read; read last: {read}"
+            ) from error
         finally:
             self._watch.waiting = None
         if isinstance(batch, UserError):
@@ -251,7 +254,7 @@ def _read_ahead(dataset: Steps) -> Iterator[Batch | UserError | StreamStep]:
             worker_init_fn=_start_worker,
             snapshot_every_n_steps=None,  # the position is a number, and the state of a stream comes with each of its steps
         )
-    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}), children.naming_long_folder():
+    with children.starting(children.TO_ALL), children.naming_long_folder():
         return iter(loader)
 
 
@@ -283,6 +286,13 @@ def _context() -> BaseContext:
 def _start_worker(number: int) -> None:
     children.name_process(f"data worker {number}")
     children.end_with_starter()
+    queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)  # type: ignore[attr-defined]  # a hook of Python's
+
+
+def _end_unsent(error: Exception, _batch: object) -> None:
+    """Ends a worker that cannot send a batch. Python drops the batch, and the loader would wait for it forever."""
+    print(f"a data worker cannot send a batch: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 class _StallWatch:

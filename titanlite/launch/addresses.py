@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 from titanlite.ground.torch_private import one_thread_per_gloo_group
 
-STORE_OF_START = "TITANLITE_STORE_OF_START"  # the environment of ranks whose launcher has a new store for each start
 _ANSWERED_WITHIN = 10.0  # seconds, by a store
 _SILENT_FOR = 60.0  # seconds, by a store whose process is stopped for a while
 _TIMEOUT = timedelta(minutes=5)  # PyTorch's default of a store

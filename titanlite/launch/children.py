@@ -14,6 +14,9 @@ from multiprocessing import resource_tracker
 
 from titanlite.ground.errors import UserError
 
+# What a terminal, or a scheduler, may send to every process of a run, and the process that started a worker reacts to.
+TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
 
 def end_with_parent(parent: int | None = None) -> None:
     """On Linux, the kernel ends this process when the one that started it dies, even by SIGKILL.
@@ -56,8 +59,9 @@ def starting(blocked_signals: Collection[int]) -> Iterator[None]:
     Ctrl-C reaches every process of a terminal, a scheduler's signal every process of a job: such signals are blocked in the
     workers from their first moment, and this process ends them. The main module may be a user's script.
     """
-    resource_tracker.ensure_running()  # multiprocessing's own process: its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
+    resource_tracker.ensure_running()  # multiprocessing's own process, which blocks them too; its start unblocks some here
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
     # Threads of libraries receive them all the same, and Python would run its handlers here, in the middle of a start.
     noted: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()

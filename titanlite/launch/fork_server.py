@@ -19,7 +19,7 @@ from titanlite.launch import children, stop
 
 # A terminal's Ctrl-C and a scheduler's signals reach every process of a run. The fork server ignores them. A rank receives them
 # when it unblocks them, also those that were sent before.
-_BLOCKED = (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_BLOCKED = (*stop.SIGNALS, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Child(NamedTuple):

@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from titanlite.launch import addresses, stacks, stop
+from titanlite.launch import stacks, stop
 from titanlite.launch.fork_server import Child
-from titanlite.launch.layout import Layout
+from titanlite.launch.layout import STORE_OF_START, Layout
 from titanlite.launch.rendezvous import Rendezvous
 
 # The agent polls the ranks ten times a second and notes whole seconds. Failures that are this close are ordered by how they
@@ -99,6 +99,8 @@ class Launcher:
     def on_request(self, number: int, _frame: FrameType | None) -> None:
         """Signal handler for requests to stop. While there are ranks it only sets a flag, on which `Ranks._poll` acts."""
         request = signal.Signals(number)
+        if self.end_now and not self.active:
+            return  # the run is ending, and this signal would end it in the middle of that
         if not self.active and not self.over:
             _print(f"{request.name}: no rank is running, and there is nothing to save")
             sys.exit(stop.EXIT_CODE)
@@ -111,6 +113,8 @@ class Launcher:
 
     def on_ending(self, number: int, _frame: FrameType | None) -> None:
         """Signal handler for what ends the run at once."""
+        if self.end_now and not self.active:
+            return
         self.end_now = signal.Signals(number)
         if not self.active:
             raise SignalException("the run is ended", self.end_now)
@@ -154,7 +158,7 @@ class Ranks(SubprocessContext):
             of = f" of {launcher.starts + self.restarts_left}" if launcher.failure else ""
             _print(f"{why}; start {launcher.starts}{of}")
             launcher.failure = ""
-        own_store = {addresses.STORE_OF_START: "1"}
+        own_store = {STORE_OF_START: "1"}
         self.subprocess_handlers = {
             local: SimpleNamespace(proc=launcher.start_rank(environment | own_store))
             for local, environment in self.envs.items()
@@ -241,7 +245,7 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
     together.
     """
     logging.disable(logging.CRITICAL)  # ranks report their own errors, and this function adds one line
-    for number in stop.REQUESTS:
+    for number in stop.SIGNALS:
         signal.signal(number, launcher.on_request)
     for number in _ENDING:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: the run outlives the terminal

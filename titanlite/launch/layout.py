@@ -1,8 +1,10 @@
 """Reads the nodes and ranks of a run from the environment variables that the header of run_train.sh explains."""
 
+import math
 import os
 import re
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.ground.errors import UserError
@@ -31,6 +33,9 @@ _LEFT = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE)"
     "|PET_.*"
 )
+STORE_OF_START = "TITANLITE_STORE_OF_START"  # the environment of ranks whose launcher has a new store for each start
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # of version 2, and 1
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts of an endpoint whose launchers are all on this node
 
 
@@ -115,8 +120,18 @@ def share_threads(ranks: int) -> None:
 
 
 def cores() -> int:
-    """Those that this process may use: a scheduler may have given it a part of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Those that this process may use: a scheduler, or a container's quota of CPU time, may give it a part of the machine."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return next((min(count, math.ceil(quota)) for quota in map(_quota, _QUOTAS) if quota > 0), count)
+
+
+def _quota(files: tuple[str, ...]) -> float:
+    """The CPU time of a control group, relative to wall time; 0 or less: no limit."""
+    try:
+        quota, period = " ".join((_CONTROL_GROUP / name).read_text() for name in files).split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # no such file, or "max"
+        return 0.0
 
 
 def whole_number(text: str, least: int, most: int) -> int | None:

@@ -50,9 +50,11 @@ def on_ranks(
             with children.naming_long_folder():
                 multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
         except multiprocessing.ProcessExitedException as ended:
-            if errors := sorted(Path(folder).glob("error-*[0-9]")):  # the later ones follow from the first
+            # a rank that the system has killed has none, and those of the others follow from that
+            killed = ended.signal_name == "SIGKILL"
+            if not killed and (errors := sorted(Path(folder).glob("error-*[0-9]"))):  # the later ones follow from the first
                 raise UserError(errors[0].read_text(encoding="utf-8")) from None
-            raise UserError(f"{ended}{_KILLED if ended.signal_name == 'SIGKILL' else ''}") from None
+            raise UserError(f"{ended}{_KILLED if killed else ''}") from None
         return torch.load(Path(folder) / "result", weights_only=False)  # written by rank 0 a moment ago
 
 

@@ -18,7 +18,7 @@ from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
 from titanlite.launch import addresses
 from titanlite.launch.agreement import Identity, agree
-from titanlite.launch.layout import OF_A_RANK, log_ranks, number, rank_and_world
+from titanlite.launch.layout import OF_A_RANK, STORE_OF_START, log_ranks, number, rank_and_world
 
 Result = TypeVar("Result")
 
@@ -94,7 +94,7 @@ def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
     except ConnectionError as error:
         address = f"MASTER_ADDR={host}, MASTER_PORT={port}"
         raise UserError(f"{address}: rank {rank} does not reach the store of rank 0 there: {error}; {OF_A_RANK}") from None
-    if not of_launcher or addresses.STORE_OF_START in os.environ:
+    if not of_launcher or STORE_OF_START in os.environ:
         return joined
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", joined)
 

@@ -36,6 +36,7 @@ _OPTIONS = (  # keys that name folders there
     "profiling.save_traces_folder",
     "profiling.save_memory_snapshot_folder",
 )
+_AS_A_PATCH = ("--no-ext-diff", "--no-textconv", "--no-color")  # whatever the user has configured git to show
 _PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
@@ -237,6 +238,6 @@ def _git_state() -> dict[str, str] | None:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
     try:
-        return {"commit": git("rev-parse", "HEAD").strip(), "diff": git("diff", "HEAD")}
+        return {"commit": git("rev-parse", "HEAD").strip(), "diff": git("diff", *_AS_A_PATCH, "HEAD")}
     except (OSError, subprocess.CalledProcessError):
         return None

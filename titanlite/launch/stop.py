@@ -1,6 +1,6 @@
 """On a request to stop, a run finishes its step, saves, and exits with a code on which a scheduler starts it again.
 
-The request is SIGTERM or SIGUSR1, to the launcher or to any rank, or job.time_limit_minutes. torch is imported in functions
+The request is one of SIGNALS, to the launcher or to any rank, or job.time_limit_minutes. torch is imported in functions
 here: a rank listens from its first moment, and that import takes seconds.
 """
 
@@ -8,47 +8,80 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
+
+from titanlite.launch.layout import STORE_OF_START
+
+if TYPE_CHECKING:
+    from titanlite.config.schema import Config
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 UNSAVED = 128 + signal.SIGTERM  # stopped without a checkpoint: a scheduler must not start it again
 
 REQUESTS = (signal.SIGUSR1, signal.SIGTERM)
 FROM_LAUNCHER = signal.SIGUSR2  # not a request: a scheduler may signal launcher and ranks, which is one request
+SIGNALS = (*REQUESTS, FROM_LAUNCHER)  # to the launcher, each is a request
+_ONE_REQUEST = 10.0  # seconds in which torchrun sends its ranks SIGTERM for a signal that they got from the scheduler too
 
 _LIMIT_OVER = 1  # a rank's request for the time limit; a signal is encoded as its number and the rank's
 _begun = time.monotonic()  # of the command: titanlite/__main__.py imports this first, and the launcher's ranks are forks of it
 _received: signal.Signals | None = None
+_repeated_until = -math.inf  # on time.monotonic
 
 
 def listen() -> None:
     """In a rank: remembers a request; a second one ends the process by its signal."""
-    for request in (*REQUESTS, FROM_LAUNCHER):
+    for request in SIGNALS:
         signal.signal(request, _receive)
     os.register_at_fork(after_in_child=_restore_defaults)
     # The launcher starts its ranks with these signals blocked: before this line none is lost, and none ends the process.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*REQUESTS, FROM_LAUNCHER))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def of_torchrun() -> bool:
+    """Whether torchrun has started this rank, which sends SIGTERM to its ranks, and restarts those that have stopped."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and STORE_OF_START not in os.environ
+
+
+def faults(config: "Config") -> Iterator[str]:
+    """A time limit that torchrun would take for a failure, and start the run again with the whole limit."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if config.job.time_limit_minutes and of_torchrun() and restarts != "0":
+        remedy = "start torchrun without --max-restarts, or set job.time_limit_minutes = 0"
+        yield (
+            f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: torchrun --max-restarts={restarts} would start a run "
+            f"that has stopped at its limit again; {remedy}"
+        )
 
 
 def leave_at_once() -> None:
     """In the launcher, while it has no ranks: there is nothing to finish or save."""
-    for request in REQUESTS:
+    for request in SIGNALS:
         signal.signal(request, lambda *_: os._exit(EXIT_CODE))
 
 
 def _receive(number: int, _frame: FrameType | None) -> None:
-    global _received
+    global _received, _repeated_until
     if number == FROM_LAUNCHER:
         _received = _received or FROM_LAUNCHER
         return
-    _received = signal.Signals(number)
+    if time.monotonic() < _repeated_until:
+        return
+    second, _received = _received in REQUESTS, signal.Signals(number)
+    if of_torchrun() and not second:
+        _repeated_until = time.monotonic() + _ONE_REQUEST
+        return
     for request in REQUESTS:  # the default action needs no Python: it ends a process that is stuck in a collective
         signal.signal(request, signal.SIG_DFL)
+    if second:
+        signal.raise_signal(number)
 
 
 def _restore_defaults() -> None:
     """In a forked child, such as a worker that reads data: its parent ends it by SIGTERM."""
-    for request in (*REQUESTS, FROM_LAUNCHER):
+    for request in SIGNALS:
         signal.signal(request, signal.SIG_DFL)
 
 

@@ -20,7 +20,7 @@ from titanlite.config.schema import Config
 from titanlite.data import own, sources, tokenizer
 from titanlite.ground.errors import MachineFault, is_users, phase
 from titanlite.hf import folder as hf_folder
-from titanlite.launch import process, run_folder
+from titanlite.launch import process, run_folder, stop
 from titanlite.loop import distillation, divergence, loss, own_code, resume
 from titanlite.optim import balance, build, lr_schedule, state
 from titanlite.parallel import mesh, pipeline
@@ -61,6 +61,7 @@ def _misfits(subject: Subject) -> None:
 # In this order, each after those that it needs.
 CHECKS = (
     Check("run folder", lambda s: run_folder.faults(s.config)),
+    Check("time limit", lambda s: stop.faults(s.config)),
     Check("checkpoints", lambda s: folder.faults(s.config), ("run folder",)),
     Check("resume", lambda s: resume.faults(s.config), ("run folder",)),
     Check("incidents", lambda s: divergence.faults(s.config), ("run folder",)),

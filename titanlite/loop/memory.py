@@ -66,12 +66,16 @@ class Memory:
 
 
 def capacity(device: torch.device) -> tuple[int, int | None]:
-    """(bytes of a GPU, or those of the machine that this process may use; how many are free, which macOS does not say)."""
+    """(bytes of a GPU, or those of the machine that this process may use; how many are free).
+
+    None where only that of the whole machine is known, as in a container, or nothing, as on macOS.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, free
-    known = "SC_AVPHYS_PAGES" in os.sysconf_names
-    return machine_memory(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
+    total = machine_memory()
+    known = "SC_AVPHYS_PAGES" in os.sysconf_names and total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
 def machine_memory() -> int:

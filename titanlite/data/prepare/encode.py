@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -124,7 +123,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(job, theirs), daemon=True)
-        with children.starting({signal.SIGINT}):
+        with children.starting(children.TO_ALL):
             self.process.start()
         theirs.close()  # so that a read from the pipe ends when the worker ends
         self.send(unit)
