@@ -64,25 +64,44 @@ def test_parameters_are_gathered_as_often_as_the_policy_says_and_gradients_reduc
 
 
 def prefetched(depth: int, degrees: dict[str, int], family: tuple[str, str] = ("tests.tiny", "deep")) -> list[tuple[int, int]]:
-    """How many units embedding and blocks gather ahead, in the forward and in the backward pass."""
+    """How many units the model, its embedding and blocks gather ahead, in the forward and in the backward pass."""
     model_of = {"name": family[0], "flavor": family[1]}
     config = config_of(degrees, model=model_of, parallelism={"fsdp_prefetch": depth})
     model = build_model(load_family(*family), config, mesh_of(degrees), CPU)
-    states = [unit._get_fsdp_state() for unit in (model.embed, *model.layers.values())]
+    states = [unit._get_fsdp_state() for unit in (model, model.embed, *model.layers.values())]
     return [(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)) for state in states]
 
 
 def test_blocks_gather_as_far_ahead_as_configured(pools):
+    """An MTP module, which calls the embedding again, gathered the first blocks for nobody."""
     shards = {"dp_shard": 2}
-    assert pools[2].run(f"{HERE}:prefetched", depth=2, degrees=shards)[0] == [(2, 0), (2, 0), (2, 1), (1, 2), (0, 2)]
-    assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees=shards)[0] == [(0, 0)] * 5  # FSDP2's implicit prefetch
+    expected = [(3, 0), (0, 0), (2, 0), (2, 1), (1, 2), (0, 2)]
+    assert pools[2].run(f"{HERE}:prefetched", depth=2, degrees=shards)[0] == expected
+    assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees=shards)[0] == [(0, 0)] * 6  # FSDP2's implicit prefetch
 
 
 def test_each_block_gathers_the_next_before_the_host_waits_for_routing(pools):
     units = 2 if BEFORE_2_13 else 1  # a block with experts is one unit, or two if experts need their own mesh
-    wanted = [(units, 0)] * 2 + [(0, 0)]
+    wanted = [(1 + units, 0), (0, 0), (units, 0), (0, 0)]
     moe = ("tests.tiny_moe", "plain")
     assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees={"dp_shard": 2, "ep": 2}, family=moe)[0] == wanted
+
+
+def over_replicas(degrees: dict[str, int], config: Config) -> int:
+    """The number of all-reduces over replicas in a step."""
+    mesh = mesh_of(degrees)
+    model = build_model(load_family(config.model.name, config.model.flavor), config, mesh, CPU)
+    with Sent() as sent:
+        forward_backward(model, next(rank_batches(config, mesh)), mesh)
+    return sent.calls["all-reduce", tuple(dist.get_process_group_ranks(mesh.get_group("dp_replicate")))]
+
+
+def test_replicas_reduce_once_a_step_with_split_experts_too(pools):
+    """PyTorch 2.11 has units of experts inside of blocks, which reduced after every microbatch."""
+    degrees = {"dp_replicate": 2, "dp_shard": 2, "ep": 2}
+    config = config_of(degrees, accumulation=2, model={"name": "tests.tiny_moe"})
+    counts = pools[4].run(f"{HERE}:over_replicas", degrees=degrees, config=config)
+    assert counts == [1 + 2 + 2 * 2] * 4  # the labels; embedding and head; of each block the experts and the rest
 
 
 @pytest.mark.parametrize(("reduced", "kept", "waits"), [

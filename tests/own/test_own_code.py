@@ -1,10 +1,13 @@
 """metrics.extra and hooks.modules: their effect on every mesh, what is refused, and the code as part of a run."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, full_run, mesh_of, trajectory
@@ -99,13 +102,29 @@ def test_a_run_whose_hooks_freeze_parameters_and_run_the_model_resumes_bit_for_b
     assert found["optimizer.layers.0.ffn_norm.weight.exp_avg"].any()
 
 
-def test_what_a_hook_trains_later_is_reduced_in_the_precision_of_the_rest(pools, tmp_path):
-    """FSDP2 chose it at its first pass, from parameters that were trained then."""
-    keys = {"hooks": {"modules": ["tests.own.unfreezing"]}, "training": {"mixed_precision_param": "bfloat16"}}
-    for name, degrees in (("one", ONE), ("shards", {"dp_shard": 2})):
+LATER: tuple[tuple[Degrees, dict[str, Any]], ...] = (
+    ({"dp_shard": 2}, {"training": {"mixed_precision_param": "bfloat16"}}),
+    (STAGES, {**rounded("compensated"), "training": {**rounded("compensated")["training"], "local_batch_size": 4}}),
+)
+
+
+@pytest.mark.parametrize(("degrees", "keys"), LATER)
+def test_what_a_hook_trains_later_is_reduced_in_the_precision_of_the_rest(pools, tmp_path, degrees, keys):
+    """FSDP2 chose it at its first pass, from parameters that were trained then. In a pipeline, a run ended where a hook trained
+    bfloat16 parameters later."""
+    for name, mesh in (("one", ONE), ("mesh", degrees)):
+        run(pools, mesh, tmp_path / name, 2, hooks={"modules": ["tests.own.unfreezing"]}, **keys)
+    one, found = (reports(tmp_path / name)[-1]["grad_norm"] for name in ("one", "mesh"))
+    assert found == pytest.approx(one, rel=0.02)
+
+
+def test_a_hook_masks_accumulated_gradients_on_a_mesh_as_on_one_process(pools, tmp_path):
+    keys = {"hooks": {"modules": ["tests.own.masking"]}, "training": {"local_batch_size": 2}}
+    for name, degrees in (("one", ONE), ("mesh", {"dp_shard": 2})):
         run(pools, degrees, tmp_path / name, 2, **keys)
-    one, shards = (reports(tmp_path / name)[-1]["grad_norm"] for name in ("one", "shards"))
-    assert shards == pytest.approx(one, rel=0.02)
+    one, found = (stored(tmp_path / name, 2)["optimizer.embed.weight.exp_avg"] for name in ("one", "mesh"))
+    assert torch.allclose(found, one, rtol=1e-4, atol=1e-8)
+    assert one[::2].any() and not found[1::2].any()
 
 
 def test_a_hook_freezes_a_part_of_each_block_with_replicas_and_accumulation_as_in_one_process(pools, tmp_path):
@@ -130,6 +149,25 @@ def test_a_hook_that_unfreezes_what_the_optimizer_does_not_have_is_refused(argum
         own_code.after_building(model, config, optimizer)
         for hook in ("before_step", "after_step"):
             own_code.at_step(hook, 1, model, optimizer)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_gradient_hook_of_a_sharded_parameter_is_refused(sharded, own_module, group_of_one):
+    """FSDP2 never called it: on a mesh, everything was trained that it had masked on one process."""
+    text = "def mask(gradient):\n    return gradient * 0\n\n\ndef {}:\n    model.weight.register_hook(mask)\n"
+    model = torch.nn.Linear(2, 2)
+    if sharded:
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight, init_device_mesh("cpu", (1,))))
+    for arguments in HOOKS[:2]:
+        own_module(text.format(arguments))
+        own_code = OwnCode(config := with_own_code(hooks=["own_code"]))
+        message = (
+            r"^hooks\.modules: weight\.register_hook\(mask\) .* use register_post_accumulate_grad_hook.*own_code.py, line 1"
+        )
+        with pytest.raises(UserError, match=message) if sharded else contextlib.nullcontext():
+            optimizer = build_optimizer(model, config.optimizer)
+            own_code.after_building(model, config, optimizer)
+            own_code.at_step("before_step", 1, model, optimizer)
 
 
 def test_weights_that_a_hook_sets_to_zero_move_again_with_remainders(pools, tmp_path):

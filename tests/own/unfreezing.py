@@ -2,4 +2,5 @@
 
 
 def before_step(step, model, optimizer):
-    model.embed.weight.requires_grad_(step > 1)
+    if model.embed is not None:  # of another stage
+        model.embed.weight.requires_grad_(step > 1)

@@ -155,6 +155,9 @@ FAULTS = [
     ({}, {"parallelism": {"tensor_parallel_degree": 4}},
      ["layers.*.attention.wk", "64 x 8 on each of parallelism.tensor_parallel_degree = 4 ranks", "layers.*.ffn.w1"]),
     ({"filter_fqns": ["a"]}, {}, ['"a" matches no linear layer']),
+    ({}, {"training": {"seq_len": 48, "local_batch_size": 1, "predict_further": 1},
+          "parallelism": {"tensor_parallel_degree": 2}},
+     ["1 x 48 / 2 = 24: the tokens of further.*.projection on each rank must be a multiple of 16"]),
 ]  # fmt: skip
 
 

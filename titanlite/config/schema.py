@@ -197,8 +197,9 @@ class Parallelism(Section):
     reduce_every_microbatch: Annotated[bool, EffectiveWhen("parallelism.pipeline_parallel_degree = 1", ACCUMULATION)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
     sends less; until then every rank keeps the whole model's gradients in mixed_precision_reduce. Replicas are all-reduced once
-    a step; with true after every microbatch for the weight of a tied embedding and head, and for all gradients if
-    mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces once a step."""
+    a step; with true after every microbatch for the weight of a tied embedding and head, for parameters that belong to no
+    block or to several, and for all gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces
+    once a step."""
     enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
     """Overlap the collectives of tensor parallelism with the adjacent matmuls, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable. With float8, only reduce-scatters overlap."""

@@ -183,6 +183,11 @@ def schema(operation: Any) -> Any:
     return operation._schema
 
 
+def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+    """What `Tensor.register_hook` has registered."""
+    return [*(tensor._backward_hooks or {}).values()]
+
+
 def packet(operation: Any) -> Any:
     """An operation without its overload, as in torch.ops.aten.mm."""
     return operation._overloadpacket

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from models.decoder import Decoder
 from titanlite.config.operation import Metrics
@@ -17,6 +18,7 @@ from titanlite.config.read import suggest
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import gradient_hooks
 from titanlite.interfaces import Hooks
 from titanlite.launch.process import of_all_ranks
 from titanlite.loop.loss import to_microbatch
@@ -73,7 +75,7 @@ class OwnCode:
 
     def after_building(self, model: nn.Module, config: Config, optimizer: torch.optim.Optimizer) -> None:
         """Calls these hooks, which may change weights, freeze parameters and run the model. Raises UserError where they
-        unfreeze others."""
+        unfreeze others, or register hooks that FSDP2 does not call."""
         from titanlite.parallel.fsdp import begin, release  # not at the top: a check needs no FSDP
 
         begin(model)
@@ -82,6 +84,7 @@ class OwnCode:
         if any(name == "after_building" for name, _ in self._hooks):
             clear_remainders_of_zeros(optimizer)
         refuse_unfrozen(optimizer, model)
+        _refuse_gradient_hooks(model)
 
     def at_step(self, hook: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Calls "before_step" or "after_step", which may change weights too; what follows from them then follows from these."""
@@ -93,6 +96,7 @@ class OwnCode:
             float8.measure_weights(model)
             clear_remainders_of_zeros(optimizer)
             refuse_unfrozen(optimizer, model)
+            _refuse_gradient_hooks(model)
 
     def values(self, step: int, values: dict[str, Any], model: Decoder, batch: Batch) -> dict[str, float | None]:
         """What metrics and then `at_report` add to a report, as "extra/NAME"; all ranks together.
@@ -111,6 +115,17 @@ class OwnCode:
         for part in [part for name, part in self._hooks if name == "at_report"]:
             added |= _over_ranks([(part, part.numbers(step, values | added))], added)
         return added
+
+
+def _refuse_gradient_hooks(model: nn.Module) -> None:
+    """Raises UserError for `Tensor.register_hook` on sharded parameters; FSDP2 sets their gradients without a graph."""
+    for name, parameter in model.named_parameters():
+        for hook in gradient_hooks(parameter) if isinstance(parameter, DTensor) else ():
+            raise UserError(
+                f"{HOOKS}: {name}.register_hook({getattr(hook, '__qualname__', hook)}) has no effect, since {name} is sharded; "
+                "use register_post_accumulate_grad_hook, which gets the parameter with the sum of its gradients so far, or "
+                f"[[optimizer.groups]] to train it at another rate ({place(hook)})"
+            )
 
 
 def _over_ranks(found: list[tuple[Part, dict[str, Pair]]], known: Iterable[str]) -> dict[str, float | None]:

@@ -101,10 +101,10 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh, of_experts: Dev
         for unit in waiting_units(model):
             for group in torch_private.fsdp_groups(unit):
                 torch_private.set_reduce_scatter(group, _WholeReduceScatter(_name(unit), group))
-    _gather_ahead(model, config)
+    _gather_ahead(model, config, root)
 
 
-def _gather_ahead(model: Decoder, config: Config) -> None:
+def _gather_ahead(model: Decoder, config: Config, root: nn.Module) -> None:
     """Sets which units are gathered ahead of their use, where FSDP2's own prefetching is not enough.
 
     In the forward pass, FSDP2 starts a unit's all-gather when the host reaches the unit. With expert parallelism the host
@@ -114,11 +114,12 @@ def _gather_ahead(model: Decoder, config: Config) -> None:
     blocks: list[list[Any]] = [
         [module for module in block.modules() if isinstance(module, FSDPModule)] for block in model.layers.values()
     ]
-    embed: list[Any] = [[model.embed]] if isinstance(model.embed, FSDPModule) else []
-    order = [*embed, *blocks]
-    for index, (unit, *_) in enumerate(order):
+    # the first blocks with the root, which is called once: MTP modules call the embedding again, behind the blocks
+    first: list[Any] = [model.embed] if isinstance(model.embed, FSDPModule) else []
+    for index, (unit, *_) in enumerate([[root], *blocks]):
         if depth > 1 or waits:
-            unit.set_modules_to_forward_prefetch(list(itertools.chain(*order[index + 1 : index + 1 + depth])))
+            ahead = list(itertools.chain(*blocks[index : index + depth]))
+            unit.set_modules_to_forward_prefetch(ahead if index else first + ahead)
     for index, (unit, *_) in enumerate(blocks):
         if depth > 1:
             unit.set_modules_to_backward_prefetch(list(itertools.chain(*blocks[max(0, index - depth) : index]))[::-1])
@@ -190,7 +191,8 @@ def waiting_units(model: Decoder) -> list[Any]:
     The unit of a tied embedding and head does not, since the two run at different times.
     """
     ends = () if is_tied(model) else (model.embed, model.head)
-    return [*blocks_of(model), *further_of(model).values(), *(unit for unit in ends if unit is not None)]
+    experts = (each for each in experts_of(model) if isinstance(each, FSDPModule))  # 2.11: units inside their block's
+    return [*blocks_of(model), *experts, *further_of(model).values(), *(unit for unit in ends if unit is not None)]
 
 
 _EVERY = (
@@ -246,12 +248,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def begin(model: nn.Module) -> None:
-    """Call before code that may freeze parameters and train them later, which FSDP2 would reduce in another precision.
-
-    Pipelines accumulate in float32 themselves.
-    """
-    if isinstance(model, FSDPModule):
-        torch_private.begin_fsdp(model)
+    """Call before code that may freeze parameters and train them later, which FSDP2 would reduce in another precision."""
+    pipeline: Any = getattr(model, "pipeline", None)
+    roots: list[nn.Module] = pipeline.stages if pipeline else [model]
+    for root in roots:
+        if isinstance(root, FSDPModule):
+            torch_private.begin_fsdp(root)
 
 
 def release(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ MULTIPLE = 16  # every dimension of a float8 matmul is a multiple of this
 
 def linear_layers(model: nn.Module, config: Config, styles: dict[str, str]) -> tuple[dict[str, nn.Linear], list[str]]:
     """The linear layers of the blocks that multiply in float8, by name; and the faults: a pattern of `float8.filter_fqns` that
-    matches nothing, layers of sizes that float8 matmuls do not take.
+    matches nothing, layers of sizes or slices of the tokens that float8 matmuls do not take.
 
     The head is excluded: small differences of its logits decide the loss. styles: of the modules in the family's sharding
     table, where tensor parallelism will split the layers; {} for their whole sizes.
@@ -44,6 +44,15 @@ def linear_layers(model: nn.Module, config: Config, styles: dict[str, str]) -> t
                 f"float8: {kind} is {inputs} x {outputs}{where}, and float8 multiplies multiples of {MULTIPLE}; "
                 f'add "{kind}" to float8.filter_fqns'
             )
+    rows, ranks = config.training.local_batch_size, tensor * config.parallelism.context_parallel_degree
+    tokens = rows * config.training.seq_len // ranks
+    sliced = dict.fromkeys(every_layer(name) for name, each in chosen.items() if style_of[each] == "replicate")
+    if tensor > 1 and sliced and tokens % MULTIPLE:
+        faults.append(
+            f"training.local_batch_size x training.seq_len / (context_parallel_degree x tensor_parallel_degree) = {rows} x "
+            f"{config.training.seq_len} / {ranks} = {tokens}: the tokens of {', '.join(sliced)} on each rank must be a "
+            f"multiple of {MULTIPLE} for float8; or add these layers to float8.filter_fqns"
+        )
     if not chosen:
         faults.append("float8.filter_fqns: leaves no linear layer to multiply in float8")
     return chosen, list(dict.fromkeys(faults))
