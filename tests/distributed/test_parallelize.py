@@ -274,6 +274,16 @@ def test_a_block_that_is_in_layers_twice_is_refused():
     assert fault.startswith("layers.1 is an earlier block again")
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_constructor_on_a_parameter_is_refused(register):
+    """It was lost on every mesh, also on one process, where the parameter gets its memory."""
+    family = with_table({})
+    model = family.on_meta()
+    getattr(model.embed.weight, register)(lambda _: None)
+    (fault,) = sharding_faults(model, family, 1)
+    assert fault.startswith("embed.weight has a hook of its constructor")
+
+
 def build_with_table(change: dict[str, str | None]) -> None:
     family = with_table(change)
     mesh = mesh_of(TP)

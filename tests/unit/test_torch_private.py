@@ -56,6 +56,7 @@ ATTRIBUTES = (
     Name("torch._ops:OpOverload._schema", "schema"),
     Name("torch._ops:OpOverload._overloadpacket", "packet"),
     Name("torch:Tensor._backward_hooks", "gradient_hooks"),
+    Name("torch:Tensor._post_accumulate_grad_hooks", "gradient_hooks"),
     Name("torch.nn:Module._modules", "with_children"),
     Name("torch.nn:Module._parameters", "has_parameters"),
     Name("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "fsdp_groups"),

@@ -183,9 +183,11 @@ def schema(operation: Any) -> Any:
     return operation._schema
 
 
-def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
-    """What `Tensor.register_hook` has registered."""
-    return [*(tensor._backward_hooks or {}).values()]
+def gradient_hooks(tensor: Tensor, accumulated: bool = False) -> list[Callable[..., Any]]:
+    """What `Tensor.register_hook` has registered. accumulated: and `register_post_accumulate_grad_hook`."""
+    hooks: Any = tensor._backward_hooks
+    after: Any = tensor._post_accumulate_grad_hooks if accumulated else None
+    return [*(hooks or {}).values(), *(after or {}).values()]
 
 
 def packet(operation: Any) -> Any:

@@ -22,7 +22,13 @@ from models.further import further_of
 from models.moe import Experts
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.ground.torch_private import collectives, enable_symm_mem_for_group, has_parameters, set_async_tensor_parallel
+from titanlite.ground.torch_private import (
+    collectives,
+    enable_symm_mem_for_group,
+    gradient_hooks,
+    has_parameters,
+    set_async_tensor_parallel,
+)
 from titanlite.registry.family import Family
 from titanlite.transforms.float8 import linear_layers
 from titanlite.transforms.lora import LoraLinear
@@ -106,11 +112,16 @@ _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embed
 def sharding_faults(model: Decoder, family: Family, tp: int, given: str = "") -> list[str]:
     """Faults of a family's sharding table: parameters without a style, unknown styles, sizes that tp does not divide; and
     `layers` with a block twice, which is one unit of FSDP, compile and recomputation; tied parameters of different units or
-    styles. given: how the user has said tp, if not by the key of a run."""
+    styles; hooks on parameters. given: how the user has said tp, if not by the key of a run."""
     styles, faults = styles_of(model, family)
     blocks = [*model.layers.values()]
     if again := next((name for number, (name, block) in enumerate(model.layers.items()) if block in blocks[:number]), ""):
         faults.append(f"layers.{again} is an earlier block again; put it there once, and call it twice in Model.forward")
+    if hooked := next((name for name, each in model.named_parameters() if gradient_hooks(each, accumulated=True)), ""):
+        how = "register_post_accumulate_grad_hook in after_building of hooks.modules"
+        faults.append(
+            f"{hooked} has a hook of its constructor, which the parameter that is trained in its place has not; use {how}"
+        )
     for name, style in styles.items():
         module, kind = model.get_submodule(name), every_layer(name)
         if style not in STYLES:
