@@ -15,7 +15,7 @@ from models.grouped import grouped_outer, grouped_product
 from models.moe import Experts, MoE, Router
 from titanlite.config.schema import Optimizer
 from titanlite.optim.build import is_decayed, is_orthogonalized
-from titanlite.parallel.fsdp import split_dimension
+from titanlite.parallel.mesh import split_dimension
 from titanlite.plan.record import Recorder
 from titanlite.registry.family import load_family
 from titanlite.transforms.parameters import block_linears

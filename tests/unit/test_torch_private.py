@@ -25,7 +25,7 @@ OTHERS = {
     "_exit", "_getframe", "_current_frames",  # os, sys
     "_output_child_to_const",  # jinja2, in data/prepare/chat.py
     "_option_string_actions", "_AppendAction",  # argparse, in tools/options.py
-    "_writer",  # of multiprocessing.Queue, in ground/torch_private.py
+    "_writer", "_on_queue_feeder_error",  # of multiprocessing.Queue, in ground/torch_private.py and data/batches.py
     "_strip_protocol",  # fsspec, in data/prepare/documents.py
 }  # fmt: skip
 _FSDP = "torch.distributed.fsdp._fully_shard"

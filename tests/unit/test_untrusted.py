@@ -57,6 +57,7 @@ ALLOWED = {
     "data/prepare/documents.py": {"ParquetFile": "an opened file"},
     "launch/agreement.py": {"read_bytes": "titanlite's own code", "loads": "what the other ranks of the run have sent"},
     "launch/run_folder.py": {"open": "the lock"},
+    "launch/layout.py": {"read_text": "a file of the kernel"},
     "launch/fork_server.py": {"import_module": "names of its callers"},
     "loop/memory.py": {"read_text": "a file of the kernel"},
     "verify/facts.py": {"loads": "text that it has just made"},

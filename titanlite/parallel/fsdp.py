@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from titanlite.config.schema import Config
 from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import BEFORE_2_13
-from titanlite.parallel.mesh import data_degree, fsdp_mesh, reduces_once
+from titanlite.parallel.mesh import data_degree, fsdp_mesh, reduces_once, split_dimension
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.parameters import is_tied
 from titanlite.transforms.shards import local_part
@@ -137,20 +137,6 @@ def _mesh_info(mesh: DeviceMesh) -> Any:
     if mesh.ndim == 1:
         return torch_private.fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return torch_private.fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-
-def split_dimension(shape: Sequence[int], ranks: int) -> int:
-    """Which dimension of a parameter FSDP2 splits: the first, but for stacks of experts whose number the ranks do not divide.
-
-    Of 8 experts on 64 ranks, 56 would hold nothing. Only the first dimension may be split unevenly.
-    """
-    return 1 if len(shape) == 3 and shape[0] % ranks and shape[1] % ranks == 0 else 0
-
-
-def largest_share(shape: Sequence[int], ranks: int) -> float:
-    """Of a parameter that FSDP2 splits, what the rank with the most has: one of 8 experts on 24 ranks, if these divide none."""
-    size = shape[split_dimension(shape, ranks)]
-    return math.ceil(size / ranks) / size
 
 
 class GradientSync(NamedTuple):

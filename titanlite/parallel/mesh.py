@@ -5,7 +5,7 @@ dp_replicate x dp_shard, and each of their sequences over cp; parameters are sha
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -132,6 +132,20 @@ def sum_over(dimensions: tuple[str, ...], tensor: torch.Tensor, mesh: DeviceMesh
         if mesh[name].size() > 1:
             dist.all_reduce(tensor, group=mesh.get_group(name))
     return tensor
+
+
+def split_dimension(shape: Sequence[int], ranks: int) -> int:
+    """Which dimension of a parameter FSDP2 splits: the first, but for stacks of experts whose number the ranks do not divide.
+
+    Of 8 experts on 64 ranks, 56 would hold nothing. Only the first dimension may be split unevenly.
+    """
+    return 1 if len(shape) == 3 and shape[0] % ranks and shape[1] % ranks == 0 else 0
+
+
+def largest_share(shape: Sequence[int], ranks: int) -> float:
+    """Of a parameter that FSDP2 splits, what the rank with the most has: one of 8 experts on 24 ranks, if these divide none."""
+    size = shape[split_dimension(shape, ranks)]
+    return math.ceil(size / ranks) / size
 
 
 def faults(config: Config, ranks: int) -> Iterator[str]:

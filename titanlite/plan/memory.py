@@ -11,8 +11,7 @@ from titanlite.config.schema import Config
 from titanlite.loop.memory import GIB, machine_memory
 from titanlite.loop.remedies import OFFLOAD, helps, spelled, ways
 from titanlite.optim.state import state_bytes
-from titanlite.parallel.fsdp import largest_share
-from titanlite.parallel.mesh import reduces_once, resolve_degrees
+from titanlite.parallel.mesh import largest_share, reduces_once, resolve_degrees
 from titanlite.parallel.pipeline import StageAssignment, assign_stages
 from titanlite.registry.check import Check
 from titanlite.registry.family import family_of

@@ -15,7 +15,7 @@ from pydantic import Field
 from titanlite.config.tables import StrictModel
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Positive, read_toml, validated
-from titanlite.parallel.fsdp import largest_share
+from titanlite.parallel.mesh import largest_share
 from titanlite.plan.experts import any_of
 from titanlite.plan.pipeline import passes_ahead
 from titanlite.plan.report import GIB, RESERVE
