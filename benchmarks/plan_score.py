@@ -115,7 +115,7 @@ def job_of(run: Run, models: dict[str, Dimensions], known: dict[str, Device]) ->
         float8=run.precision != "bf16",
         # PyTorch's default where a source does not say; the kernels of Megatron and Transformer Engine (TE) are fused
         compiled=run.framework.startswith("Megatron") or run.detail.startswith("TE") if run.compile is None else run.compile,
-        exposed_tp=ASYNC_TP if run.async_tp else 1.0,
+        exposed_tp=ASYNC_TP if run.async_tp else 1.0,  # also in float8, which torchtitan gathers, unlike titanlite
         weight_bytes=2 if run.parameters == "bfloat16" else 4,
         state_bytes=4 if run.parameters == "bfloat16" else 8,
         reduce_bytes=2 if run.gradient_reduction == "bfloat16" else 4,

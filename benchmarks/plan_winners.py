@@ -10,9 +10,9 @@ from typing import NamedTuple
 from titanlite.config.read import Faults, read_config
 from titanlite.loop.checks import check
 from titanlite.plan.report import GIB
-from titanlite.plan.search import candidates, keys_of, name_of
+from titanlite.plan.search import candidates, name_of
 from titanlite.plan.time import Choice, Job, step
-from titanlite.tools.plan import predicted, read_job, sound
+from titanlite.tools.plan import chosen_config, predicted, read_job, sound
 
 _NODE = 8
 _INTERLEAVED = "Interleaved1F1B"
@@ -28,7 +28,7 @@ class Model(NamedTuple):
 
 
 _FSDP, _FULL = Choice(microbatch=2, recompute="selective"), Choice(recompute="full")
-_EP8 = _FULL._replace(ep=8, microbatch=4, ep_node=_NODE)
+_EP8 = _FULL._replace(ep=8, microbatch=4)
 _EP64 = Choice(ep=64, ep_node=_NODE)
 _STAGES = _FULL._replace(schedule=_INTERLEAVED)
 _OF_REPORT = Choice(pp=16, tp=8, schedule=_INTERLEAVED)
@@ -85,10 +85,9 @@ def row(name: str, gpus: int, device: str) -> str:
     path, choice = f"train_configs/{model.recipe}.toml", model.authors[gpus]
     options = [*model.options, "--training.global_batch_size", str(model.batch)]
     job = read_job(read_config(path, options), device, _NODE)
-    chosen = [word for key, value in keys_of(choice).items() for word in (f"--{key}", str(value))]
-    config = read_config(path, [*options, *chosen])
+    config = chosen_config(path, options, choice)
     try:
-        check(config, path, gpus, open_files=False)
+        check(config, path, gpus, open_files=False, elsewhere=True)
         size = f"{predicted(config, gpus, 'cuda') / GIB:.0f}"
     except Faults as faults:
         size = f"refused: {faults.faults[0]}"

@@ -96,7 +96,8 @@ def train(
         check_shared(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
         if at_error is not None:
-            at_error.callback(saver.wait)  # os._exit ends the thread that writes
+            # os._exit ends the thread that writes; ranks without the error wait in a collective that long
+            at_error.callback(saver.wait, 0.8 * config.comm.train_timeout_seconds)
     stop, own_code = Stop(config.job.time_limit_minutes), OwnCode(config)
     group_of_saver = saver.group if saver else None  # a group that keeps its timeout
     longer_than_a_step = functools.partial(process.longer_than_a_step, config.comm, group_of_saver)

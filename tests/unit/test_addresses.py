@@ -74,8 +74,9 @@ def test_only_runs_on_several_nodes_are_refused_and_before_the_process_group(res
 
 
 @pytest.fixture
-def environment(monkeypatch):
-    """Sets variables of ranks, and removes all others."""
+def environment(monkeypatch, tmp_path):
+    """Sets variables of ranks, and removes all others; without a limit of a container."""
+    monkeypatch.setattr(layout, "_CONTROL_GROUP", tmp_path)
 
     def only(**variables: str) -> None:
         for name in filter(layout._LEFT.fullmatch, list(os.environ)):
@@ -162,7 +163,7 @@ def test_a_missing_interface_is_named(monkeypatch):
     assert addresses.set_up_gloo() == ""
 
 
-def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch):
+def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch, environment):
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 6, 7})
     layout.share_threads(2)

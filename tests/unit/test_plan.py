@@ -280,7 +280,7 @@ def test_in_float32_attention_on_a_gpu_keeps_keys_and_values_for_each_head_of_th
     assert [saved.count((dtype, (1, 8, 64, 16))) for dtype in (torch.bfloat16, torch.float32)] == [2, 4]
     forced = Config.model_validate({"model": {"attention": "efficient"}})
     assert [line for line in limits(forced) if line not in limits(config)] == [
-        'model.attention = "efficient": its masks, and keys and values repeated for grouped queries, are left out'
+        'model.attention = "efficient": masks, and in 16 bits repeated keys and values, are left out'
     ]
 
 

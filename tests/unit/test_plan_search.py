@@ -322,6 +322,24 @@ def test_blocks_are_compiled_only_where_the_model_is_among_the_components():
 def test_async_tensor_parallelism_counts_inside_of_a_node_where_inductor_compiles_blocks(words, exposed, widest):
     of = job("llama_8b", *f"--parallelism.enable_async_tensor_parallel true --compile.enable {words}".split())
     assert of.exposed_tp == exposed and max(each.tp for each in choices(of, 64)) == widest
+    found = {each.tp for each in choices(of._replace(seq_len=3 * 2048, global_batch=96), 48)}
+    assert (3 in found) == (exposed == 1)  # 3 ranks are not all in one of the nodes of 8
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *(Choice(tp=2, reshard=each, microbatch=4, recompute="full") for each in (True, False)),
+        Choice(pp=2, dp_shard=2, schedule="Interleaved1F1B"),
+    ],
+    ids=str,
+)
+def test_a_choice_replaces_the_values_of_the_file(tmp_path, choice):
+    (tmp_path / "base.toml").write_text(
+        '[model]\nname = "llama3"\nflavor = "debug"\n[activation_checkpoint]\nmode = "selective"\n'
+        '[parallelism]\nfsdp_reshard_after_forward = "never"\npipeline_parallel_degree = 2\n'
+    )
+    assert choice_of(tool.chosen_config(str(tmp_path / "base.toml"), [], choice), choice.ranks) == choice
 
 
 def test_the_command_prints_a_mesh_that_check_accepts_and_writes_it(tmp_path, capsys, monkeypatch):

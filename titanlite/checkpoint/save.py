@@ -77,11 +77,11 @@ class Saver:
         if self._pending and self._pending[2].done():
             self.wait()
 
-    def wait(self) -> None:
-        """Waits for the pending save, if any, and reports it."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the pending save, if any, and reports it; as failed after so many seconds."""
         if self._pending is not None:
             (step, begin, done), self._pending = self._pending, None
-            self._report(step, begin, done.result)
+            self._report(step, begin, functools.partial(done.result, seconds))
 
     def _report(self, step: int, begin: float, write: Callable[[], object]) -> None:
         """Logs whether `write`, which returns when a save that began at `begin` has ended, saved the checkpoint of a step."""

@@ -68,7 +68,7 @@ def limits(config: Config, routing: str = "balanced") -> list[str]:
     """What the prediction leaves out, takes from another device, or supposes."""
     found = ["as on CUDA; gaps in the allocator's blocks are not in it"]
     if config.model.attention == "efficient":
-        found.append('model.attention = "efficient": its masks, and keys and values repeated for grouped queries, are left out')
+        found.append('model.attention = "efficient": masks, and in 16 bits repeated keys and values, are left out')
     if config.compile.enable and BEFORE_2_13:
         found.append("compilation is left out before PyTorch 2.13; a compiled block keeps less")
     if config.parallelism.expert_parallel_degree > 1:

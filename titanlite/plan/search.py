@@ -54,10 +54,12 @@ def room_of(job: Job) -> float:
 def choices(job: Job, ranks: int) -> Iterator[Choice]:
     """Every choice that divides the ranks, the batch, its sequences and the experts."""
     experts = [layer.experts.number for layer, _ in job.shape.layers if layer.experts]
-    widest = 4 * job.node if job.exposed_tp == 1 else job.node  # async TP needs NVLink between all ranks
+    async_tp = job.exposed_tp < 1  # which needs NVLink between all ranks
     for pp, cp, tp in itertools.product(_divisors(ranks), repeat=3):
         divided = job.seq_len % equal_parts(cp, tp) == 0 and (cp == 1 or job.seq_len // cp >= _SHORTEST)
-        if ranks % (pp * cp * tp) or pp > job.shape.depth or tp > widest or not divided:
+        if ranks % (pp * cp * tp) or pp > job.shape.depth or tp > 4 * job.node or not divided:
+            continue
+        if async_tp and job.node % tp:
             continue
         data = ranks // (pp * cp * tp)
         for replicas in _divisors(data) if job.global_batch % data == 0 else ():
@@ -98,7 +100,7 @@ CHOSEN = {  # the keys that a choice sets -> its fields
 
 def keys_of(choice: Choice) -> dict[str, Any]:
     """The keys that a choice sets; without those that have no effect on its mesh."""
-    without = {SCHEDULE: choice.pp == 1, NODE_SIZE: choice.ep == 1, RESHARD: choice.dp_shard * choice.cp == 1}
+    without = {SCHEDULE: choice.pp == 1, NODE_SIZE: choice.ep == 1, RESHARD: choice.ranks == 1}
     values = choice._asdict() | {"reshard": "default" if choice.reshard else "never"}
     return {key: values[field] for key, field in CHOSEN.items() if not without.get(key, False)}
 

@@ -422,7 +422,7 @@ def memory(job: Job, choice: Choice) -> float:
     stages = job.stages(choice.pp, choice.schedule)
     share = stages.blocks if piped else shape.depth  # blocks of a rank
     states = (2 * job.weight_bytes + job.state_bytes) * parameters_of_rank(job, choice)
-    kept, widest, gathered = 0.0, 0.0, 0.0
+    kept, widest, gradients, stay = 0.0, 0.0, 0.0, 0.0
     for layer, often in shape.layers:
         rows = sum(each.times * each.rows for each in layer.matrices)
         copies = layer.experts.top_k * (shape.dim + 2 * layer.experts.hidden) if layer.experts else 0
@@ -432,12 +432,15 @@ def memory(job: Job, choice: Choice) -> float:
         every = once if job.compiled and choice.tp == 1 else 2 * once
         part = {"none": every, "selective": 0.45 * once, "full": job.item * shape.dim * tokens}[choice.recompute]
         kept += part * often / shape.depth * share
-        weights = layer.dense_parameters / choice.tp + layer.expert_parameters(shape.dim) / choice.ep
+        dense, experts = layer.dense_parameters / choice.tp, layer.expert_parameters(shape.dim) / choice.ep
+        weights = dense + experts
         widest = max(widest, 2 * every + 2 * job.item * weights + job.reduce_bytes * weights)
-        gathered += weights * often / shape.depth * share
+        gradients += job.reduce_bytes * weights * often / shape.depth * share
+        stay += (job.gathered * dense + job.item * experts) * often / shape.depth * share
     if piped:  # gathered parameters and their whole gradients stay
         held = passes_ahead(choice.schedule, choice.pp, microbatches, stages.of_rank) / stages.of_rank
-        return states + kept * held + widest + gathered * (job.item + job.reduce_bytes)
+        return states + kept * held + widest + stay + gradients
     head = (job.item + 2 * job.reduce_bytes) * shape.dim * shape.vocab / choice.tp
-    stay = 0.0 if choice.reshard or choice.dp_shard * choice.cp == 1 else gathered * job.item
+    if choice.reshard or choice.dp_shard * choice.cp == 1:
+        stay = 0.0
     return states + kept + stay + max(widest, head) + 2 * 2**30

@@ -246,9 +246,10 @@ def reader_of(description: Description, remedy: str) -> str:
     if len(names) != 1:
         have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in readers.items() if kinds)
         fault = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
-        if "text_config" in description:  # such as Gemma 3 from 4B
-            what = "it also reads images or audio, and only pure text models are supported"
-            remedy = f"; with a text_config, {what}: save its text model alone (docs/guides/hugging_face.md)"
+        inner = description.get("text_config")  # of a model that also reads images or audio, such as Gemma 3 from 4B
+        if isinstance(inner, dict) and any(inner.get("model_type") in kinds for kinds in readers.values()):
+            text = f"the text model of its text_config, a {inner['model_type']}"
+            remedy += f"; or save {text}, alone (docs/guides/hugging_face.md)"
         raise UserError(f"{description.path}: {fault} model_type {kind!r}{'' if names else broken}{remedy}")
     return names[0]
 

@@ -58,7 +58,11 @@ def test_keys_of_published_files_that_change_nothing_are_read(tmp_path, module, 
     ("config", "message"),
     [
         ({"model_type": "mistral"}, r"no family of models/ \(deepseek_v3: .*\) reads model_type .*--model"),
-        ({"model_type": "gemma3", "text_config": {}}, r"reads model_type 'gemma3'; with a text_config, .* only .* text models"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "reads model_type 'gemma3'; .*save the text model of its text_config, a gemma3_text, alone",
+        ),
+        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, "reads model_type 'llama4'; [^;]*$"),
         ({"hidden_size": ...}, "config.json: has no 'hidden_size', which models.llama3 needs"),
     ],
 )
